@@ -1,0 +1,13 @@
+/* Front end 1: the scheduler's eval callback (ggml-backend.h, ggml_backend_sched_eval_callback).
+ *
+ * Asked about a node, true ends the run of nodes that are computed together, so the node's result can
+ * be read and changed before anything uses it, and no later op is fused with it. Draft mode answers
+ * false throughout: the graph then runs as it would without us. Called with a result, the answer must
+ * be true, or the scheduler drops the rest of the split. */
+#include "engine.h"
+
+static bool callback(struct ggml_tensor *node, bool ask, void *engine) {
+    return ask ? tf_engine_wants(engine, node) : tf_engine_apply(engine, node);
+}
+
+const void *tf_engine_callback(void) { return (const void *)&callback; }

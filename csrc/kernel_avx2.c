@@ -1,0 +1,148 @@
+/* AVX2, compiled twice: with TF_AVXVNNI for CPUs that have the 256-bit dot product, and without, where
+ * vpmaddubsw takes its place. That one adds pairs in 16 bits and saturates, so there the codes are fed
+ * in parts that cannot reach 32767: 4 bits (15 * 127 * 2 * 8 chunks = 30480), 6 bits (63 * 127 * 2 =
+ * 16002) and, for 8 bits, 6 + 2. The integers come out the same. */
+#include <immintrin.h>
+
+#include "kernels.h"
+
+#define INLINE static inline __attribute__((always_inline))
+enum { MAX_COLUMNS = 4 };
+
+INLINE __m256i and8(__m256i a, int mask) { return _mm256_and_si256(a, _mm256_set1_epi8((char)mask)); }
+
+/* Chunk c of 4-bit codes, in bits 0-3. */
+INLINE __m256i four_bits(__m256i four, int c) { return and8(c % 2 ? _mm256_srli_epi16(four, 4) : four, 0x0f); }
+
+/* Chunk c of a 2-bit plane, in bits 0-1. */
+INLINE __m256i two_bits(__m256i two, int c) { return and8(_mm256_srli_epi16(two, 2 * c), 0x03); }
+
+/* One chunk of 8 rows, as parts to multiply: codes = parts[0] << shift | parts[1]. */
+typedef struct codes {
+    __m256i top, low;
+} codes;
+
+INLINE codes unpack(const __m256i *a, __m256i b, __m256i d, int c, int bits) {
+    codes out = {four_bits(a[c / 2], c), _mm256_setzero_si256()};
+    if (bits >= 6) {
+        out.top = _mm256_or_si256(_mm256_slli_epi16(out.top, 2), two_bits(b, c));
+    }
+    if (bits == 8) {
+        out.low = two_bits(d, c);
+    }
+    return out;
+}
+
+/* Shift that takes the top part to the place of its bits in the code. */
+INLINE int top_shift(int bits) { return bits == 4 ? 4 : 2; }
+
+#ifdef TF_AVXVNNI
+INLINE __m256i multiply(__m256i dot, codes w, __m256i x, int bits) {
+    const __m256i top = _mm256_slli_epi16(w.top, top_shift(bits)); /* < 256: nothing crosses a byte */
+    return _mm256_dpbusd_avx_epi32(dot, bits == 8 ? _mm256_or_si256(top, w.low) : top, x);
+}
+#else
+INLINE __m256i multiply(__m256i dot, codes w, __m256i x, int bits) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256i top = _mm256_madd_epi16(_mm256_maddubs_epi16(w.top, x), ones);
+    top = _mm256_slli_epi32(top, top_shift(bits));
+    if (bits == 8) {
+        top = _mm256_add_epi32(top, _mm256_madd_epi16(_mm256_maddubs_epi16(w.low, x), ones));
+    }
+    return _mm256_add_epi32(dot, top);
+}
+#endif
+
+/* Dot products of 8 rows (half of a panel) over one block of 32 inputs. */
+INLINE void block_dots(const uint8_t *p4, const uint8_t *p6, const uint8_t *p8, const int8_t *q, __m256i *dots,
+                       int bits, int n) {
+    for (int j = 0; j < n; j++) {
+        dots[j] = _mm256_setzero_si256();
+    }
+    for (int u = 0; u < 2; u++) {
+        const __m256i a[2] = {_mm256_loadu_si256((const __m256i *)(p4 + u * 128)),
+                              _mm256_loadu_si256((const __m256i *)(p4 + u * 128 + 64))};
+        const __m256i b = bits >= 6 ? _mm256_loadu_si256((const __m256i *)(p6 + u * 64)) : a[0];
+        const __m256i d = bits == 8 ? _mm256_loadu_si256((const __m256i *)(p8 + u * 64)) : a[0];
+        for (int c = 0; c < 4; c++) {
+            const codes w = unpack(a, b, d, c, bits);
+            for (int j = 0; j < n; j++) {
+                const __m256i x = _mm256_set1_epi32(*(const int32_t *)(q + ((u * 4 + c) * n + j) * 4));
+                dots[j] = multiply(dots[j], w, x, bits);
+            }
+        }
+    }
+}
+
+INLINE void panel_n(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tile, int bits, int n) {
+    const int64_t groups = tf_groups(planes->width, planes->group);
+    const int64_t blocks = planes->width / TF_BLOCK, group_blocks = planes->group / TF_BLOCK;
+    const uint8_t *p4 = planes->plane4 + panel * planes->width * 8;
+    const uint8_t *p6 = bits >= 6 ? planes->plane6 + panel * planes->width * 4 : p4;
+    const uint8_t *p8 = bits == 8 ? planes->plane8 + panel * planes->width * 4 : p4;
+    const uint16_t *scales = planes->scales + panel * groups * TF_PANEL_ROWS;
+    __m256 results[2][MAX_COLUMNS], sums[2][MAX_COLUMNS];
+    for (int j = 0; j < n; j++) {
+        results[0][j] = results[1][j] = _mm256_setzero_ps();
+    }
+    for (int64_t g = 0, b = 0; g < groups; g++) {
+        const int64_t end = (g + 1) * group_blocks < blocks ? (g + 1) * group_blocks : blocks;
+        for (int j = 0; j < n; j++) {
+            sums[0][j] = sums[1][j] = _mm256_set1_ps(x->offset[g * n + j]);
+        }
+        for (; b < end; b++) {
+            for (int half = 0; half < 2; half++) {
+                __m256i dots[MAX_COLUMNS];
+                block_dots(p4 + b * 256 + half * 32, p6 + b * 128 + half * 32, p8 + b * 128 + half * 32,
+                           x->q + b * TF_BLOCK * n, dots, bits, n);
+                for (int j = 0; j < n; j++) {
+                    sums[half][j] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[j]), _mm256_set1_ps(x->scale[b * n + j]),
+                                                    sums[half][j]);
+                }
+            }
+        }
+        for (int half = 0; half < 2; half++) {
+            const __m128i *from = (const __m128i *)(scales + g * TF_PANEL_ROWS + half * 8);
+            const __m256 scale = _mm256_cvtph_ps(_mm_loadu_si128(from));
+            for (int j = 0; j < n; j++) {
+                results[half][j] = _mm256_fmadd_ps(sums[half][j], scale, results[half][j]);
+            }
+        }
+    }
+    for (int j = 0; j < n; j++) {
+        _mm256_storeu_ps(tile + j * TF_PANEL_ROWS, results[0][j]);
+        _mm256_storeu_ps(tile + j * TF_PANEL_ROWS + 8, results[1][j]);
+    }
+}
+
+INLINE void panel_bits(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tile, int bits) {
+    switch (x->n) {
+        case 1: panel_n(planes, panel, x, tile, bits, 1); break;
+        case 2: panel_n(planes, panel, x, tile, bits, 2); break;
+        case 3: panel_n(planes, panel, x, tile, bits, 3); break;
+        default: panel_n(planes, panel, x, tile, bits, 4); break;
+    }
+}
+
+static void run(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tile) {
+    switch (planes->bits) {
+        case 4: panel_bits(planes, panel, x, tile, 4); break;
+        case 6: panel_bits(planes, panel, x, tile, 6); break;
+        default: panel_bits(planes, panel, x, tile, 8); break;
+    }
+}
+
+#ifdef TF_AVXVNNI
+/* __builtin_cpu_supports() of GCC 12 does not know AVX-VNNI: CPUID leaf 7.1, EAX bit 4. */
+static bool supported(void) {
+    uint32_t a = 7, b = 0, c = 1, d = 0;
+    __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && (a >> 4 & 1);
+}
+
+const tf_kernel tf_kernel_avxvnni = {"avx-vnni", run, MAX_COLUMNS, supported};
+#else
+static bool supported(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+const tf_kernel tf_kernel_avx2 = {"avx2", run, MAX_COLUMNS, supported};
+#endif

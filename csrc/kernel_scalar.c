@@ -1,0 +1,51 @@
+/* The definition of the residual product. */
+#include <math.h>
+
+#include "kernels.h"
+
+/* Code of row `lane`, column `column`, with the bits of planes that are not read left zero. */
+static inline int32_t code(const tf_planes *planes, int64_t panel, int64_t lane, int64_t column) {
+    const int64_t chunk = column / 4, byte = lane * 4 + column % 4;
+    const int64_t two = panel * planes->width * 4 + chunk / 4 * 64 + byte;
+    const uint8_t four = planes->plane4[panel * planes->width * 8 + chunk / 2 * 64 + byte];
+    int32_t value = four >> (chunk % 2 * 4) << 4 & 0xf0;
+    if (planes->bits >= 6) {
+        value |= (planes->plane6[two] >> (chunk % 4 * 2) & 3) << 2;
+    }
+    if (planes->bits == 8) {
+        value |= planes->plane8[two] >> (chunk % 4 * 2) & 3;
+    }
+    return value;
+}
+
+static int32_t dot(const tf_planes *planes, int64_t panel, int64_t lane, int64_t block, const tf_columns *x,
+                   int32_t j) {
+    int32_t sum = 0;
+    for (int64_t i = block * TF_BLOCK; i < (block + 1) * TF_BLOCK; i++) {
+        sum += code(planes, panel, lane, i) * x->q[(i / 4 * x->n + j) * 4 + i % 4];
+    }
+    return sum;
+}
+
+static void run(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tile) {
+    const int64_t groups = tf_groups(planes->width, planes->group);
+    const int64_t blocks = planes->width / TF_BLOCK, group_blocks = planes->group / TF_BLOCK;
+    const uint16_t *scales = planes->scales + panel * groups * TF_PANEL_ROWS;
+    for (int32_t j = 0; j < x->n; j++) {
+        for (int64_t lane = 0; lane < TF_PANEL_ROWS; lane++) {
+            float result = 0.0f;
+            for (int64_t g = 0; g < groups; g++) {
+                float sum = x->offset[g * x->n + j];
+                for (int64_t b = g * group_blocks; b < blocks && b < (g + 1) * group_blocks; b++) {
+                    sum = fmaf((float)dot(planes, panel, lane, b, x, j), x->scale[b * x->n + j], sum);
+                }
+                result = fmaf(sum, tf_half_to_float(scales[g * TF_PANEL_ROWS + lane]), result);
+            }
+            tile[j * TF_PANEL_ROWS + lane] = result;
+        }
+    }
+}
+
+static bool always(void) { return true; }
+
+const tf_kernel tf_kernel_scalar = {"scalar", run, TF_MAX_COLUMNS, always};

@@ -1,0 +1,16 @@
+/* A few threads that run one function together. */
+#pragma once
+
+#include "twofold.h"
+
+typedef struct tf_pool tf_pool;
+
+/* What every thread that joins in is given: its index among `threads`. A job must come out right
+ * however few of them come, for run() does not wait for a thread that has not woken up. */
+typedef void (*tf_job)(void *argument, int32_t thread, int32_t threads);
+
+tf_status tf_pool_new(int32_t threads, tf_pool **out);
+void tf_pool_free(tf_pool *pool);
+int32_t tf_pool_threads(const tf_pool *pool);
+/* The caller is thread 0. Returns when every thread that joined has returned. */
+void tf_pool_run(tf_pool *pool, tf_job job, void *argument);

@@ -1,0 +1,193 @@
+"""Weights in ggml's types and residual planes: quantize, encode, decode, multiply."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from twofold import errors
+from twofold._native import Bytes, Floats, bytes_pointer, check, ffi, floats_pointer, lib, text
+
+
+@dataclass(frozen=True)
+class GgmlType:
+    """A ggml tensor type.
+
+    Attributes
+    ----------
+    id, name
+        as in ggml.h (``enum ggml_type``) and in lower case.
+    block, block_bytes
+        weights and bytes of one block.
+    quantizable, needs_imatrix
+        whether ggml writes it from float32, and only with an importance matrix.
+    """
+
+    id: int
+    name: str
+    block: int
+    block_bytes: int
+    quantizable: bool
+    needs_imatrix: bool
+
+    @property
+    def bpw(self) -> float:
+        """Bits a weight."""
+        return 8 * self.block_bytes / self.block
+
+    def row_bytes(self, width: int) -> int:
+        """Bytes of a row of `width` weights."""
+        return width // self.block * self.block_bytes
+
+
+@cache
+def ggml_types() -> dict[int, GgmlType]:
+    """Return every type of the loaded ggml by its number."""
+    types = {}
+    out = ffi.new("tf_type *")
+    for number in range(lib.tf_type_count()):
+        if lib.tf_type_get(number, out) == lib.TF_OK:
+            types[number] = GgmlType(
+                number, text(out.name).lower(), out.block, out.block_bytes, out.quantizable, out.needs_imatrix
+            )
+    return types
+
+
+def ggml_type(name_or_id: str | int) -> GgmlType:
+    """Look a type up by name or number.
+
+    Raises
+    ------
+    ArgumentError
+        if the loaded ggml has no such type.
+    """
+    for candidate in ggml_types().values():
+        if name_or_id == candidate.id or (isinstance(name_or_id, str) and name_or_id.lower() == candidate.name):
+            return candidate
+    known = ", ".join(t.name for t in ggml_types().values() if t.quantizable)
+    raise errors.ArgumentError(f"no ggml type {name_or_id!r}; types that can be written: {known}")
+
+
+def dequantize(data: Bytes, kind: GgmlType, shape: tuple[int, ...]) -> Floats:
+    """Return weights of any type as float32 of `shape`.
+
+    Raises
+    ------
+    ArgumentError
+        if the bytes do not hold that many weights.
+    """
+    out = np.empty(shape, np.float32)
+    check(lib.tf_dequantize(kind.id, bytes_pointer(data), data.size, floats_pointer(out), out.size))
+    return out
+
+
+def quantize(weights: Floats, kind: GgmlType, imatrix: Floats | None = None) -> Bytes:
+    """Quantize float32 ``(rows, width)`` with ggml's quantizer; imatrix is float32 ``(width,)``.
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError
+        if the type does not fit the width, needs an imatrix, or has no quantizer.
+    """
+    rows, width = weights.shape
+    out = np.empty(rows * kind.row_bytes(width), np.uint8)
+    importance = ffi.NULL if imatrix is None else floats_pointer(imatrix)
+    check(lib.tf_quantize(kind.id, floats_pointer(weights), rows, width, importance, bytes_pointer(out), out.size))
+    return out
+
+
+def check_finite(weights: Floats, name: str) -> None:
+    """Raise NonFiniteError, naming the tensor, unless every value is finite."""
+    check(lib.tf_check_finite(floats_pointer(weights), weights.size), name)
+
+
+@dataclass(frozen=True)
+class Planes:
+    """One encoded residual matrix (docs/format.md); the planes are uint8, the scales float16 bits."""
+
+    rows: int
+    width: int
+    group: int
+    bits: int
+    scales: Bytes
+    plane4: Bytes
+    plane6: Bytes | None = None
+    plane8: Bytes | None = None
+
+    def parts(self) -> dict[str, Bytes]:
+        """Return the arrays by the suffix of their tensors in a residual file."""
+        parts = {"scales": self.scales, "plane4": self.plane4, "plane6": self.plane6, "plane8": self.plane8}
+        return {name: data for name, data in parts.items() if data is not None}
+
+    def c_struct(self, bits: int) -> Any:
+        """Return a tf_planes that points into these arrays."""
+        c = ffi.new("tf_planes *", {"rows": self.rows, "width": self.width, "group": self.group, "bits": bits})
+        c.scales = ffi.cast("uint16_t *", bytes_pointer(self.scales))
+        c.plane4 = bytes_pointer(self.plane4)
+        c.plane6 = ffi.NULL if self.plane6 is None else bytes_pointer(self.plane6)
+        c.plane8 = ffi.NULL if self.plane8 is None else bytes_pointer(self.plane8)
+        return c
+
+
+def plane_bytes(rows: int, width: int, group: int, part: str) -> int:
+    """Bytes of ``scales``, ``plane4``, ``plane6`` or ``plane8`` of a matrix."""
+    return int(lib.tf_plane_bytes(rows, width, group, 0 if part == "scales" else int(part[-1])))
+
+
+def part_names(bits: int) -> list[str]:
+    """Names of the parts that a residual of `bits` consists of."""
+    return ["scales"] + [f"plane{b}" for b in (4, 6, 8) if b <= bits]
+
+
+def encode_residual(residual: Floats, group: int, bits: int) -> Planes:
+    """Encode float32 ``(rows, width)``.
+
+    Raises
+    ------
+    ArgumentError
+        if bits, group or width are not ones the format allows.
+    """
+    rows, width = residual.shape
+    parts = {name: np.empty(plane_bytes(rows, width, group, name), np.uint8) for name in part_names(bits)}
+    planes = Planes(rows, width, group, bits, **parts)
+    check(lib.tf_residual_encode(floats_pointer(residual), planes.c_struct(bits)))
+    return planes
+
+
+def decode_residual(planes: Planes, bits: int | None = None) -> Floats:
+    """Return the residual as float32 ``(rows, width)``, read at `bits` (default: all it holds)."""
+    out = np.empty((planes.rows, planes.width), np.float32)
+    check(lib.tf_residual_decode(planes.c_struct(bits or planes.bits), floats_pointer(out)))
+    return out
+
+
+def matmul(
+    planes: Planes, x: Floats, *, bits: int | None = None, kernel: str | None = None, threads: int = 1
+) -> Floats:
+    """Return ``x @ R.T`` as the engine computes it: x float32 ``(n, width)``, result ``(n, rows)``.
+
+    Raises
+    ------
+    ArgumentError
+        for an unknown kernel or a shape that does not fit.
+    """
+    n, width = x.shape
+    if width != planes.width:
+        raise errors.ArgumentError(f"x has {width} inputs, the residual {planes.width}")
+    out = np.zeros((n, planes.rows), np.float32)
+    name = ffi.NULL if kernel is None else ffi.new("char[]", kernel.encode())
+    check(lib.tf_matmul(planes.c_struct(bits or planes.bits), name, threads, floats_pointer(x), n, floats_pointer(out)))
+    return out
+
+
+def kernels() -> list[str]:
+    """Names of the kernels this CPU can run, slowest first."""
+    return [text(lib.tf_kernel_name(i)) for i in range(lib.tf_kernel_count())]
+
+
+def default_kernel() -> str:
+    """Name of the kernel in use: TWOFOLD_KERNEL if set, else the fastest."""
+    return text(lib.tf_kernel_default())

@@ -1,0 +1,236 @@
+"""Turn a GGUF model into a base that drafts and a residual that completes it (docs/format.md)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from twofold import decoder, errors, layout
+from twofold._native import Floats
+from twofold.blocks import (
+    check_finite,
+    decode_residual,
+    dequantize,
+    encode_residual,
+    plane_bytes,
+    quantize,
+)
+from twofold.layout import PANEL_ROWS, Split
+from twofold.metadata import Gguf, fingerprint
+from twofold.output import OutputFile, writing
+from twofold.pairfile import base_path, residual_path
+from twofold.source import Source
+
+CHUNK_WEIGHTS = 1 << 21  # 8 MB as float32; each thread holds about five such arrays
+
+
+@dataclass
+class Error:
+    """Squared sums over a tensor: of the source, of what the base alone and base + residual lose."""
+
+    source: float = 0.0
+    base: float = 0.0
+    full: float = 0.0
+
+    def add(self, other: Error) -> None:
+        """Add the sums of another part."""
+        self.source += other.source
+        self.base += other.base
+        self.full += other.full
+
+    @property
+    def relative(self) -> tuple[float, float]:
+        """Relative root-mean-square error of the base and of base + residual."""
+        norm = max(self.source, 1e-300)
+        return float(np.sqrt(self.base / norm)), float(np.sqrt(self.full / norm))
+
+
+@dataclass
+class Conversion:
+    """What convert did: the files, the tensors, and the error of each split one."""
+
+    base: Path
+    residual: Path
+    bits: int
+    group: int
+    splits: list[Split]
+    errors: dict[str, Error] = field(default_factory=dict)
+
+
+def convert(
+    source: Path,
+    name: Path,
+    *,
+    base_type: str = "auto",
+    bits: int = 8,
+    group: int = 128,
+    threads: int | None = None,
+    force: bool = False,
+    progress: bool = False,
+) -> Conversion:
+    """Convert a model, tensor by tensor, into ``NAME.base.gguf`` and ``NAME.residual.gguf``.
+
+    Parameters
+    ----------
+    source
+        GGUF file, or the first part of a split one.
+    name
+        Path of the pair without the endings.
+    base_type
+        ggml type of the base, or ``auto`` (:func:`twofold.layout.choose_base_type`).
+    bits
+        4, 6 or 8: planes of the residual that are written.
+    group
+        Weights that share a scale in the residual: a multiple of 32.
+    threads
+        Default: one for each CPU this process may use.
+    force
+        Replace files that are there.
+    progress
+        Show a progress bar on standard error.
+
+    Returns
+    -------
+    Conversion
+
+    Raises
+    ------
+    ArgumentError
+        for an option outside what is allowed, or files that must not be overwritten.
+    FileAccessError, FormatError
+        if the source cannot be read or the disk is full.
+    UnsupportedError
+        for an architecture that cannot be drafted and verified yet.
+    NonFiniteError
+        for NaN or infinity among the weights.
+    """
+    layout.check_base_type(base_type)
+    plane_check = (bits in (4, 6, 8), group % 32 == 0 and 32 <= group <= 1024)
+    if not all(plane_check):
+        raise errors.ArgumentError(f"residual bits {bits}, group {group}: 4, 6 or 8 and a multiple of 32 up to 1024")
+    model = Source(source)
+    result = Conversion(base_path(name), residual_path(base_path(name)), bits, group, [])
+    _check_outputs(result, model, force)
+    decoder.check_architecture(source)
+    result.splits = layout.plan(model, base_type)
+    halved = [split for split in result.splits if split.residual]
+    if not halved:
+        raise errors.ArgumentError(f"{source}: no tensor can be split: " + _reasons(result.splits))
+    base = layout.base_header(model, result.splits)
+    residual = layout.residual_header(halved, bits, group, [0] * len(halved), result.base.name)
+    workers = threads or len(os.sched_getaffinity(0))
+    with writing({result.base: base, result.residual: residual}) as (base_file, residual_file):
+        _write_tensors(result, base_file, residual_file, workers, progress)
+        prints = _fingerprints(base_file, base, halved)
+        residual_file.write_header(layout.residual_header(halved, bits, group, prints, result.base.name))
+    return result
+
+
+def _check_outputs(result: Conversion, model: Source, force: bool) -> None:
+    for path in (result.base, result.residual):
+        if any(path.exists() and path.samefile(part) for part in model.paths):
+            raise errors.ArgumentError(f"{path}: the output is the source itself; choose another name")
+        if path.exists() and not force:
+            raise errors.ArgumentError(f"{path}: is already there; choose another name or use --force")
+    if not result.base.absolute().parent.is_dir():
+        raise errors.FileAccessError(f"{result.base.absolute().parent}: no such folder")
+
+
+def _reasons(splits: list[Split]) -> str:
+    return ", ".join(sorted({split.reason for split in splits}))
+
+
+def _write_tensors(
+    result: Conversion, base_file: OutputFile, residual_file: OutputFile, workers: int, progress: bool
+) -> None:
+    total = sum(split.source.weights for split in result.splits)
+    bar = tqdm(total=total, unit="weights", unit_scale=True, disable=not progress, smoothing=0.05)
+    with bar, ThreadPoolExecutor(workers) as pool:
+        tasks = _tasks(result, base_file, residual_file, pool)
+        for split, chunk_error, weights in _in_flight(tasks, 2 * workers):
+            if split.residual:
+                result.errors.setdefault(split.base.name, Error()).add(chunk_error)
+            bar.set_postfix_str(split.base.name, refresh=False)
+            bar.update(weights)
+    for tensor, error in result.errors.items():
+        _check_error(tensor, error)
+
+
+def _check_error(tensor: str, error: Error) -> None:
+    base, full = error.relative
+    if not full <= max(0.5 * base, 1e-3):
+        raise errors.TwofoldError(f"{tensor}: base + residual is off by {full:.2%}, the base by {base:.2%}; a bug")
+
+
+Done = tuple[Split, Error, int]
+Rows = tuple[Split, int, int, int]  # expert, first row, last row
+
+
+def _in_flight(tasks: Iterator[Future[Done]], limit: int) -> Iterator[Done]:
+    """Keep at most `limit` chunks in memory."""
+    running: set[Future[Done]] = set()
+    for task in tasks:
+        running.add(task)
+        while len(running) >= limit:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
+    yield from (future.result() for future in running)
+
+
+def _tasks(
+    result: Conversion, base_file: OutputFile, residual_file: OutputFile, pool: ThreadPoolExecutor
+) -> Iterator[Future[Done]]:
+    for split in result.splits:
+        if not split.residual:
+            yield pool.submit(_copy, split, base_file)
+            continue
+        experts, rows, width = split.matrix
+        step = max(PANEL_ROWS, CHUNK_WEIGHTS // width // PANEL_ROWS * PANEL_ROWS)
+        for expert in range(experts):
+            for first in range(0, rows, step):
+                last = min(first + step, rows)
+                yield pool.submit(_split, result, (split, expert, first, last), base_file, residual_file)
+
+
+def _copy(split: Split, base_file: OutputFile) -> Done:
+    base_file.write(split.base.name, split.source.data)
+    return split, Error(), split.source.weights
+
+
+def _split(result: Conversion, rows_of: Rows, base_file: OutputFile, residual_file: OutputFile) -> Done:
+    """Quantize, take the residual, encode it, check and write rows `first` to `last` of one expert."""
+    split, expert, first, last = rows_of
+    _, rows, width = split.matrix
+    name, kind = split.base.name, split.base.kind
+    weights = split.source.rows(expert * rows + first, expert * rows + last)
+    check_finite(weights, f"{split.source.name}, rows {first} to {last}")
+    # ggml's smallest types cannot be made without an importance matrix; a flat one weighs all inputs alike.
+    imatrix = np.ones(width, np.float32) if kind.needs_imatrix else None
+    base_bytes = quantize(weights, kind, imatrix)
+    residual = weights - dequantize(base_bytes, kind, weights.shape)
+    planes = encode_residual(residual, result.group, result.bits)
+    chunk_error = Error(_square(weights), _square(residual), _square(residual - decode_residual(planes)))
+    base_file.write(name, base_bytes, (expert * rows + first) * kind.row_bytes(width))
+    for part, data in planes.parts().items():
+        before = expert * plane_bytes(rows, width, result.group, part)
+        within = plane_bytes(first, width, result.group, part)  # first is a multiple of a panel's rows
+        residual_file.write(f"{name}.{part}", data, before + within)
+    return split, chunk_error, weights.size
+
+
+def _square(values: Floats) -> float:
+    flat = values.ravel()
+    return float(np.dot(flat, flat))
+
+
+def _fingerprints(base_file: OutputFile, header: Gguf, halved: list[Split]) -> list[int]:
+    data = np.memmap(base_file.temporary, np.uint8, "r")
+    tensors = {tensor.name: tensor for tensor in header.tensors()}
+    found = (tensors[split.base.name] for split in halved)
+    return [fingerprint(t, np.asarray(data[t.offset : t.offset + t.bytes])) for t in found]

@@ -1,0 +1,204 @@
+"""The only door to llama_cpp: everything that touches its private parts is here, so its version is pinned.
+
+`BaseLlama` is llama_cpp.Llama with an eval callback and every decode checked; `Decoder` is what the loop in
+speculate.py sees of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from llama_cpp import _internals, _logger
+
+from twofold import errors
+from twofold._native import Floats
+from twofold.engine import Engine
+
+SPLIT_MODE_TENSOR = llama_cpp.LLAMA_SPLIT_MODE_TENSOR
+
+
+def keywords() -> set[str]:
+    """Names of the keyword arguments that llama_cpp.Llama really has."""
+    parameters = inspect.signature(llama_cpp.Llama.__init__).parameters.values()
+    return {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - {"self"}
+
+
+def physical_cores() -> int:
+    """Cores this process may use, hyperthreads counted once."""
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(siblings.read_text() if siblings.exists() else str(cpu))
+    return len(cores)
+
+
+def check_architecture(path: Path) -> None:
+    """Refuse a model that cannot be drafted and rolled back, or that llama.cpp does not know.
+
+    Raises
+    ------
+    UnsupportedError
+        naming the architecture and the reason.
+    """
+    _logger.set_verbose(False)
+    params = llama_cpp.llama_model_default_params()
+    params.vocab_only = True
+    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+    if model is None:
+        raise errors.UnsupportedError(f"{path}: llama.cpp {llama_cpp.__version__} cannot load this model")
+    try:
+        _refuse_unsupported(model, path)
+    finally:
+        llama_cpp.llama_model_free(model)
+
+
+def _refuse_unsupported(model: Any, path: Path) -> None:
+    name = ctypes.create_string_buffer(128)
+    llama_cpp.llama_model_meta_val_str(model, b"general.architecture", name, len(name))
+    reasons = {
+        "it has an encoder": llama_cpp.llama_model_has_encoder(model),
+        "it has no decoder": not llama_cpp.llama_model_has_decoder(model),
+        "its recurrent state cannot be rolled back yet": llama_cpp.llama_model_is_recurrent(model)
+        or llama_cpp.llama_model_is_hybrid(model),
+        "it is a diffusion model": llama_cpp.llama_model_is_diffusion(model),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise errors.UnsupportedError(
+                f"{path}: architecture {name.value.decode()} is not supported: {reason}; run it with llama.cpp itself"
+            )
+
+
+class BaseLlama(llama_cpp.Llama):  # type: ignore[misc]
+    """llama_cpp.Llama whose context runs with an engine's eval callback."""
+
+    _engine: Engine | None
+
+    def __init__(self, engine: Engine | None, **arguments: Any) -> None:
+        self._engine = engine
+        super().__init__(**arguments)
+        self._decoder: Decoder
+        if not self.model_params.vocab_only:
+            _refuse_unsupported(self._model.model, Path(self.model_path))
+            self._decoder = Decoder(self)
+            self._ctx.decode = self._decoder.decode_batch  # every path of llama_cpp goes through it
+
+    @property
+    def context_params(self) -> Any:
+        """llama_context_params as llama_cpp fills them in, with the eval callback added."""
+        return self._context_params
+
+    @context_params.setter
+    def context_params(self, params: Any) -> None:
+        if self._engine is not None:
+            callback = llama_cpp.llama_cpp.ggml_backend_sched_eval_callback
+            params.cb_eval = ctypes.cast(self._engine.callback, callback)
+            params.cb_eval_user_data = self._engine.user_data
+        self._context_params = params
+
+    def close(self) -> None:
+        """Free the context and the model; the engine must live until then."""
+        if getattr(self, "_ctx", None) is not None:
+            self._ctx.__dict__.pop("decode", None)
+        if hasattr(self, "_stack"):  # not where loading failed before there was anything to free
+            super().close()
+
+
+class Decoder:
+    """Decodes batches of one sequence in draft or verify mode and gives access to the logits.
+
+    Rows are counted in the last decode, over the tokens whose logits were asked for.
+    """
+
+    def __init__(self, llama: Any) -> None:
+        self._llama = llama
+        self._ctx = llama._ctx.ctx
+        self._batch: Any = llama._batch
+        self._vocab = llama.n_vocab()
+        self._mode = Engine.VERIFY
+        self.engine: Engine | None = llama._engine
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Run decodes on the base alone."""
+        self._mode = Engine.DRAFT
+        try:
+            yield
+        finally:
+            self._mode = Engine.VERIFY
+
+    def decode_batch(self, batch: Any) -> None:
+        """Run llama_decode and report its failures, and those of the engine inside.
+
+        Raises
+        ------
+        DecodeError
+            if llama.cpp refuses the batch or a residual could not be applied.
+        """
+        if self.engine is not None:
+            self.engine.begin(self._mode)
+        code = llama_cpp.llama_decode(self._ctx, batch.batch)
+        if self.engine is not None:
+            self.engine.end()
+        if code != 0:
+            why = {1: "no room in the context", 2: "aborted", -1: "invalid batch"}.get(code, "failed")
+            raise errors.DecodeError(f"llama_decode returned {code}: {why}")
+
+    def decode(self, tokens: Sequence[int], position: int, *, all_rows: bool) -> None:
+        """Decode tokens from `position` on; logits of all of them, or of the last."""
+        self._batch.set_batch(batch=tokens, n_past=position, logits_all=all_rows)
+        self.decode_batch(self._batch)
+
+    def truncate(self, position: int) -> None:
+        """Forget everything from `position` on.
+
+        Raises
+        ------
+        DecodeError
+            if the cache cannot drop part of a sequence.
+        """
+        if not self._llama._ctx.kv_cache_seq_rm(0, position, -1):
+            raise errors.DecodeError(f"the cache cannot be cut back to {position} tokens")
+
+    def logits(self, row: int) -> Floats:
+        """Logits of a row, float32 ``(n_vocab,)``, in llama.cpp's own memory until the next decode."""
+        pointer = llama_cpp.llama_get_logits_ith(self._ctx, row)
+        if not pointer:
+            raise errors.DecodeError(f"no logits for row {row}")
+        return np.ctypeslib.as_array(pointer, shape=(self._vocab,))
+
+    def greedy(self, row: int) -> int:
+        """Most likely token of a row; the first of equals, as llama.cpp's greedy sampler takes it."""
+        return int(np.argmax(self.logits(row)))
+
+    def sample(self, sampler: Any, row: int) -> int:
+        """Draw from a row with llama.cpp's sampler chain, which remembers the token."""
+        return int(sampler.sample(self._llama._ctx, row))
+
+    @property
+    def max_batch(self) -> int:
+        """Most tokens of one decode."""
+        return int(self._llama.n_batch)
+
+
+def end_of_generation(llama: Any, token: int) -> bool:
+    """Whether a token ends the text."""
+    return bool(llama_cpp.llama_vocab_is_eog(llama._model.vocab, token))
+
+
+def quiet_internals() -> None:
+    """Keep llama.cpp's log off the terminal, errors excepted."""
+    _logger.set_verbose(False)
+
+
+def make_sampler(llama: Any, **settings: Any) -> _internals.LlamaSampler:
+    """Build llama_cpp's sampler chain for these settings."""
+    return llama._init_sampler(**settings)

@@ -1,0 +1,107 @@
+"""The C engine and the residual file that it works on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from twofold._native import check, ffi, lib, text
+from twofold.blocks import Planes, part_names, plane_bytes
+
+
+@dataclass(frozen=True)
+class ResidualTensor:
+    """What the residual file says of one tensor; `planes[e]` belongs to expert e."""
+
+    name: str
+    shape: tuple[int, int, int]
+    base_type: int
+    fingerprint: int
+    planes: tuple[Planes, ...]
+
+
+class Residual:
+    """A mapped residual file."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Map and check the file.
+
+        Raises
+        ------
+        FileAccessError, FormatError, FormatVersionError
+            if it is not there, truncated, foreign, or of another version.
+        """
+        out = ffi.new("tf_residual **")
+        check(lib.tf_residual_open(os.fsencode(path), out))
+        self._c: Any = ffi.gc(out[0], lib.tf_residual_free)
+        self.path = Path(path)
+        self.bits = int(lib.tf_residual_bits(self._c))
+        self.group = int(lib.tf_residual_group(self._c))
+
+    def tensors(self) -> Iterator[ResidualTensor]:
+        """Yield the tensors; their planes are views of the mapped file."""
+        for index in range(lib.tf_residual_count(self._c)):
+            out = ffi.new("tf_residual_tensor *")
+            check(lib.tf_residual_get(self._c, index, out))
+            shape = (out.experts, out.rows, out.width)
+            planes = tuple(self._planes(lib.tf_residual_planes(out, e)) for e in range(out.experts))
+            yield ResidualTensor(text(out.name), shape, out.base_type, out.fingerprint, planes)
+
+    def _planes(self, c: Any) -> Planes:
+        parts = {
+            name: np.frombuffer(ffi.buffer(getattr(c, name), plane_bytes(c.rows, c.width, c.group, name)), np.uint8)
+            for name in part_names(self.bits)
+        }
+        return Planes(c.rows, c.width, c.group, self.bits, **parts)
+
+
+class Engine:
+    """Adds the residual to the base's products inside llama.cpp's graphs (csrc/engine.c)."""
+
+    DRAFT: int = lib.TF_DRAFT
+    VERIFY: int = lib.TF_VERIFY
+
+    def __init__(self, residual: Residual, threads: int) -> None:
+        out = ffi.new("tf_engine **")
+        check(lib.tf_engine_new(residual._c, threads, out))
+        self._c: Any = ffi.gc(out[0], lib.tf_engine_free)
+        self.residual = residual  # keeps the mapping alive
+        self.threads = threads
+
+    def set_bits(self, bits: int) -> None:
+        """Choose the verifier: 0 (base alone), 4, 6 or 8 bits of residual; ArgumentError otherwise."""
+        check(lib.tf_engine_set_bits(self._c, bits))
+
+    def begin(self, mode: int) -> None:
+        """Say how the next llama_decode runs: `DRAFT` or `VERIFY`."""
+        lib.tf_engine_begin(self._c, mode)
+
+    def end(self) -> None:
+        """Report what went wrong in that llama_decode.
+
+        Raises
+        ------
+        DecodeError, UnsupportedError, OutOfMemoryError
+            if a residual was not, or could not be, applied.
+        """
+        check(lib.tf_engine_end(self._c))
+
+    def counters(self) -> dict[str, float]:
+        """Totals since the engine was made: nodes, bytes and seconds (twofold_api.h, tf_counters)."""
+        c = lib.tf_engine_counters(self._c)
+        return {field: getattr(c, field) for field, _ in ffi.typeof("tf_counters").fields}
+
+    @property
+    def callback(self) -> int:
+        """Address for llama_context_params.cb_eval."""
+        return int(ffi.cast("intptr_t", lib.tf_engine_callback()))
+
+    @property
+    def user_data(self) -> int:
+        """Address for llama_context_params.cb_eval_user_data."""
+        return int(ffi.cast("intptr_t", self._c))

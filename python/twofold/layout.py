@@ -1,0 +1,142 @@
+"""Which tensors are split, into what, and where they go in the two files."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from twofold import errors
+from twofold.blocks import GgmlType, ggml_type, part_names, plane_bytes
+from twofold.metadata import Gguf, Tensor
+from twofold.source import Source, SourceTensor
+
+FORMAT_VERSION = 1
+PANEL_ROWS = 16
+# Weights that llama.cpp multiplies by activations in a matrix product of their own. Others (embeddings, norms,
+# routers, convolutions, position tables, weights used through a view) stay whole.
+_SPLIT = re.compile(
+    r"(?:output|blk\.\d+\.(?:attn_(?:q|k|v|qkv|output|gate|q_a|q_b|kv_a_mqa|kv_b)"
+    r"|ffn_(?:gate|up|down)(?:_exps|_shexp)?))\.weight"
+)
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Split:
+    """A tensor of the base file, and what is to become of it.
+
+    Attributes
+    ----------
+    base
+        name, type and shape in the base file.
+    source
+        the tensor it is made from; another name only for a head tied to the embedding.
+    residual
+        whether the residual file completes it.
+    reason
+        why it stays whole, if it does.
+    """
+
+    base: Tensor
+    source: SourceTensor
+    residual: bool
+    reason: str = ""
+
+    @property
+    def matrix(self) -> tuple[int, int, int]:
+        """Experts, rows, width."""
+        shape = self.source.shape
+        return (shape[0] if len(shape) == 3 else 1, shape[-2], shape[-1])
+
+
+def choose_base_type(asked: str, width: int) -> GgmlType | None:
+    """Type of the base for a width; None if nothing fits.
+
+    ``auto`` is q2_k where 256 divides the width, else q4_0 (blocks of 32). A type asked for by name that does
+    not fit gives way in the same manner.
+    """
+    wanted = ["q2_k", "q4_0"] if asked == "auto" else [asked, "q4_0"]
+    for kind in map(ggml_type, wanted):
+        if width % kind.block == 0 and width % 32 == 0:
+            return kind
+    return None
+
+
+def check_base_type(asked: str) -> None:
+    """Raise ArgumentError unless `asked` is auto or a quantized type that ggml can write."""
+    if asked == "auto":
+        return
+    kind = ggml_type(asked)
+    if not kind.quantizable or kind.bpw >= 16:
+        raise errors.ArgumentError(f"base type {asked}: a quantized type that ggml can write is needed, or auto")
+
+
+def check_residual(bits: int, group: int) -> None:
+    """Raise ArgumentError unless the format has these bits and this group."""
+    if bits not in (4, 6, 8):
+        raise errors.ArgumentError(f"residual bits {bits}: 4, 6 or 8 are allowed")
+    if group % 32 or not 32 <= group <= 1024:
+        raise errors.ArgumentError(f"group {group}: a multiple of 32 from 32 to 1024 is allowed")
+
+
+def plan(source: Source, base_type: str) -> list[Split]:
+    """Decide for every tensor; a head tied to the embedding is added as ``output.weight``."""
+    last_block = source.hyperparameter("block_count", 1 << 31) - source.hyperparameter("nextn_predict_layers", 0)
+    splits = [_decide(t.name, t, base_type, last_block) for t in source.tensors.values()]
+    embedding = source.tensors.get("token_embd.weight")
+    if embedding is not None and "output.weight" not in source.tensors:
+        head = _decide("output.weight", embedding, base_type, last_block)
+        if head.residual:
+            splits.append(head)
+    return splits
+
+
+def _decide(name: str, source: SourceTensor, asked: str, last_block: int) -> Split:
+    whole = Tensor(name, source.kind, source.shape, 0, source.bytes)
+    block = _BLOCK.match(name)
+    if _SPLIT.fullmatch(name) is None or not 2 <= len(source.shape) <= 3:
+        return Split(whole, source, False, "not a matrix product")
+    if block is not None and int(block[1]) >= last_block:
+        return Split(whole, source, False, "not in the main graph")
+    kind = choose_base_type(asked, source.width)
+    if kind is None:
+        return Split(whole, source, False, f"no type fits width {source.width}")
+    if source.kind.bpw <= kind.bpw:
+        return Split(whole, source, False, f"source has {source.kind.bpw:.3g} bits")
+    rows = source.weights // source.width
+    return Split(Tensor(name, kind, source.shape, 0, rows * kind.row_bytes(source.width)), source, True)
+
+
+def base_header(source: Source, splits: list[Split]) -> Gguf:
+    """Keys and tensor list of the base file."""
+    gguf = Gguf(keys_of=source.gguf)
+    for key in ("split.no", "split.count", "split.tensors.count"):
+        gguf.remove(key)
+    gguf.set("twofold.format_version", FORMAT_VERSION)
+    gguf.set("general.quantization_version", 2)
+    for split in splits:
+        gguf.add(split.base.name, split.base.kind, split.base.shape)
+    return gguf
+
+
+def residual_header(splits: list[Split], bits: int, group: int, fingerprints: list[int], base_name: str) -> Gguf:
+    """Keys and tensor list of the residual file; `splits` are those with a residual."""
+    gguf = Gguf()
+    gguf.set("general.architecture", "twofold-residual")
+    gguf.set("general.alignment", 64)
+    gguf.set("twofold.format_version", FORMAT_VERSION)
+    gguf.set("twofold.bits", bits)
+    gguf.set("twofold.group", group)
+    gguf.set("twofold.base", base_name)
+    gguf.set_list("twofold.tensor.names", [s.base.name for s in splits])
+    gguf.set_list("twofold.tensor.experts", [s.matrix[0] for s in splits])
+    gguf.set_list("twofold.tensor.rows", [s.matrix[1] for s in splits])
+    gguf.set_list("twofold.tensor.widths", [s.matrix[2] for s in splits])
+    gguf.set_list("twofold.tensor.base_types", [s.base.kind.id for s in splits])
+    gguf.set_list("twofold.tensor.fingerprints", fingerprints)
+    kind = ggml_type("i8")
+    for split in splits:
+        experts, rows, width = split.matrix
+        for part in part_names(bits):
+            gguf.add(f"{split.base.name}.{part}", kind, (experts * plane_bytes(rows, width, group, part),))
+    return gguf

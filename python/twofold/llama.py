@@ -1,0 +1,287 @@
+"""`twofold.Llama`: llama_cpp.Llama that drafts with the base and verifies with base + residual."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+from twofold import errors, speculate
+from twofold.decoder import SPLIT_MODE_TENSOR, BaseLlama, keywords, make_sampler, physical_cores
+from twofold.engine import Engine
+from twofold.pairfile import open_pair
+from twofold.stats import Meter, Stats
+
+_OURS = {"draft_tokens", "residual_bits", "residual_path"}
+MAX_DRAFT = 32
+
+
+class Llama(BaseLlama):
+    """A pair of files behind llama_cpp.Llama's interface.
+
+    Parameters
+    ----------
+    model_path
+        ``NAME.base.gguf``.
+    draft_tokens
+        Tokens drafted before each check, 0 to 32; 0 decodes plainly with the full model. May be changed later.
+    residual_bits
+        The verifier: 4, 6, 8, or 0 for the base alone; default: all that the file holds. May be changed later.
+    residual_path
+        Default: ``NAME.residual.gguf`` beside the base.
+    **arguments
+        Those of llama_cpp.Llama. `n_threads` and `n_threads_batch` default to the number of cores; the residual
+        is multiplied by `n_threads_batch` threads.
+
+    Raises
+    ------
+    UnknownArgumentError
+        for a keyword that neither has (llama_cpp swallows those).
+    ArgumentError, UnsupportedError
+        for values outside what is allowed, or settings that cannot be drafted and verified.
+    FileAccessError, FormatError, FormatVersionError, MismatchError
+        if the residual is missing, damaged, of another version or of another base.
+
+    Attributes
+    ----------
+    stats : dict
+        Of the last call (:class:`twofold.stats.Stats`).
+    """
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        draft_tokens: int = 4,
+        residual_bits: int | None = None,
+        residual_path: str | os.PathLike[str] | None = None,
+        **arguments: Any,
+    ) -> None:
+        _check_arguments(arguments)
+        arguments.setdefault("n_threads", physical_cores())
+        arguments.setdefault("n_threads_batch", arguments["n_threads"])
+        self.residual_path = residual_path
+        self._stats = Stats()
+        self.draft_tokens = draft_tokens
+        engine = None
+        if residual_bits != 0 and not arguments.get("vocab_only"):
+            pair = open_pair(Path(model_path), Path(residual_path) if residual_path else None)
+            engine = Engine(pair.residual, arguments["n_threads_batch"] or physical_cores())
+        self._residual_bits = 0
+        if engine is not None:
+            self._residual_bits = _set_bits(engine, residual_bits)
+        super().__init__(engine, model_path=os.fspath(model_path), **arguments)
+
+    # ---- settings ------------------------------------------------------------------------------------
+
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens drafted before each check."""
+        return self._draft_tokens
+
+    @draft_tokens.setter
+    def draft_tokens(self, value: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_DRAFT:
+            raise errors.ArgumentError(f"draft_tokens {value!r}: an integer from 0 to {MAX_DRAFT} is allowed")
+        self._draft_tokens = value
+
+    @property
+    def residual_bits(self) -> int:
+        """Bits of residual that the verifier reads; 0: the base alone."""
+        return self._residual_bits
+
+    @residual_bits.setter
+    def residual_bits(self, value: int) -> None:
+        if self._engine is None:
+            raise errors.ArgumentError("the model was loaded with residual_bits=0, without its residual")
+        if value != self._residual_bits:
+            self._residual_bits = _set_bits(self._engine, value)
+            self.reset()  # cached entries are of the other verifier
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Statistics of the last call."""
+        return self._stats.as_dict()
+
+    # ---- decoding ------------------------------------------------------------------------------------
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Decode tokens with the full model after those already in the cache."""
+        self._decoder.truncate(self.n_tokens)
+        speculate.feed(
+            self._decoder, list(tokens), self.n_tokens, all_rows=self._logits_all, after=self._remember_batch
+        )
+        self._requires_eval = False
+
+    def _remember_batch(self, batch: Sequence[int], position: int) -> None:
+        self.input_ids[position : position + len(batch)] = batch
+        self.n_tokens = position + len(batch)
+        if self._logits_all:
+            for row in range(len(batch)):
+                self.scores[position + row] = self._decoder.logits(row)
+
+    def generate(
+        self,
+        tokens: Sequence[int],
+        top_k: int = 40,
+        top_p: float = 0.95,
+        min_p: float = 0.05,
+        typical_p: float = 1.0,
+        temp: float = 0.80,
+        repeat_penalty: float = 1.0,
+        reset: bool = True,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        tfs_z: float = 1.0,
+        mirostat_mode: int = 0,
+        mirostat_tau: float = 5.0,
+        mirostat_eta: float = 0.1,
+        penalize_nl: bool = True,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        grammar: Any = None,
+    ) -> Generator[int, Sequence[int] | None, None]:
+        """Yield tokens that continue `tokens`, as llama_cpp.Llama.generate does.
+
+        The verifier's sampler chain decides at every place, so the text is distributed as the full model's;
+        drafts only save it the trouble of decoding token by token.
+
+        Raises
+        ------
+        DecodeError
+            when the context is full, or llama.cpp or the engine fail.
+        """
+        plain = repeat_penalty == 1.0 and frequency_penalty == presence_penalty == 0.0
+        choose = self._decoder.greedy
+        if temp != 0.0 or not plain or logits_processor is not None or grammar is not None:
+            self._sampler = make_sampler(
+                self,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                typical_p=typical_p,
+                temp=temp,
+                repeat_penalty=repeat_penalty,
+                frequency_penalty=frequency_penalty,
+                presence_penalty=presence_penalty,
+                tfs_z=tfs_z,
+                mirostat_mode=mirostat_mode,
+                mirostat_tau=mirostat_tau,
+                mirostat_eta=mirostat_eta,
+                penalize_nl=penalize_nl,
+                logits_processor=logits_processor,
+                grammar=grammar,
+            )
+            sampler = self._sampler
+
+            def choose(row: int) -> int:
+                return self._decoder.sample(sampler, row)
+
+        yield from self._rounds(list(tokens), reset, choose, stopping_criteria)
+
+    def _rounds(
+        self, tokens: list[int], reset: bool, choose: Callable[[int], int], stopping_criteria: Any
+    ) -> Generator[int, Sequence[int] | None, None]:
+        """Prompt, then rounds of draft and check, until the caller stops."""
+        self._stats = stats = Stats()
+        meter = Meter(self._engine, stats)
+        drafted: list[int] = []
+        try:
+            pending = self._reuse_prefix(tokens) if reset else tokens
+            while True:
+                if pending:
+                    stats.prompt_tokens += len(pending)
+                    with stats.timed("prompt_s"):
+                        self.eval(pending)
+                    meter.update()
+                    pending, drafted = [], []
+                row = 0 if drafted else -1
+                for place in range(len(drafted) + 1):
+                    token = choose(row + place)
+                    stats.tokens += 1
+                    if stopping_criteria is not None and stopping_criteria(
+                        self._input_ids, self._decoder.logits(row + place)
+                    ):
+                        return
+                    sent = yield token
+                    if sent:
+                        pending = [token, *sent]
+                        break
+                    if place == len(drafted) or token != drafted[place]:
+                        break
+                    stats.agreed_by_position[place] += 1
+                    self._advance(place + 1)
+                self._decoder.truncate(self.n_tokens)
+                if not pending:
+                    drafted = self._round(token, stats)
+                    meter.update()
+        finally:
+            self._decoder.truncate(self.n_tokens)
+            self._requires_eval = True
+            meter.update()
+
+    def _advance(self, place: int) -> None:
+        """Count one more decoded token as part of the text."""
+        if self._logits_all:
+            self.scores[self.n_tokens] = self._decoder.logits(place)
+        self.n_tokens += 1
+
+    def _round(self, last: int, stats: Stats) -> list[int]:
+        """Draft after `last`, check, and leave the check's logits to be read; return the draft."""
+        room = self._n_ctx - self.n_tokens - 1
+        if room < 0:
+            raise errors.DecodeError(f"the context of {self._n_ctx} tokens is full")
+        length = min(self.draft_tokens if self._residual_bits else 0, room, self._decoder.max_batch - 1)
+        drafted: list[int] = []
+        if length:
+            with stats.timed("draft_s"):
+                drafted = speculate.draft(self._decoder, last, self.n_tokens, length)
+        stats.count_draft(len(drafted))
+        with stats.timed("verify_s"):
+            speculate.check(self._decoder, last, drafted, self.n_tokens)
+        self.input_ids[self.n_tokens : self.n_tokens + 1 + len(drafted)] = [last, *drafted]
+        self._advance(0)
+        return drafted
+
+    def _reuse_prefix(self, tokens: list[int]) -> list[int]:
+        """Cut the cache back to what it shares with `tokens`; return the tokens still to be decoded."""
+        if not tokens:
+            start = self.token_bos() if self.token_bos() != -1 else self.token_eos()
+            tokens = [start]
+        shared = self.longest_token_prefix(self._input_ids.tolist(), tokens)
+        keep = min(shared, len(tokens) - 1)  # the last one is decoded again for its logits
+        self._decoder.truncate(keep)
+        self.n_tokens = keep
+        return tokens[keep:]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Arguments that make this object again, for pickle."""
+        ours = {"draft_tokens": self.draft_tokens, "residual_path": self.residual_path}
+        bits = {"residual_bits": self._residual_bits if self._engine is not None else 0}
+        return {**super().__getstate__(), **ours, **bits}
+
+
+def _set_bits(engine: Engine, bits: int | None) -> int:
+    chosen = engine.residual.bits if bits is None else bits
+    engine.set_bits(chosen)
+    return chosen
+
+
+def _check_arguments(arguments: dict[str, Any]) -> None:
+    known = keywords() | _OURS
+    for name in arguments:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else "; see help(twofold.Llama)"
+            raise errors.UnknownArgumentError(f"Llama has no argument {name!r}{hint}")
+    if arguments.get("split_mode") == SPLIT_MODE_TENSOR:
+        raise errors.UnsupportedError(
+            "split_mode tensor spreads each matrix over devices, where its residual cannot be added; "
+            "use LLAMA_SPLIT_MODE_LAYER"
+        )
+    if arguments.get("draft_model") is not None:
+        raise errors.UnsupportedError("draft_model: twofold drafts with its own base; use llama_cpp.Llama for others")
+    if os.environ.get("GGML_CUDA_GRAPH_OPT") == "1":
+        raise errors.UnsupportedError("GGML_CUDA_GRAPH_OPT=1 reorders the graph that residuals are added to; unset it")

@@ -1,0 +1,96 @@
+"""Files that appear whole or not at all: written under a temporary name, renamed at the end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from twofold import errors
+from twofold._native import Bytes
+from twofold.metadata import Gguf
+
+
+class OutputFile:
+    """A GGUF file being written; tensors may be written from several threads, in any order."""
+
+    def __init__(self, path: Path, header: Gguf) -> None:
+        self.path = path
+        self.temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+        self._tensors = {t.name: t for t in header.tensors()}
+        self.bytes = max((_end(t.offset + t.bytes, header.alignment) for t in self._tensors.values()), default=0)
+        self._file = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            self.write_header(header)
+            os.ftruncate(self._file, self.bytes)
+        except BaseException:
+            self.discard()
+            raise
+
+    def write_header(self, header: Gguf) -> None:
+        """Write (again) what comes before the data; its size must not change."""
+        self._write(header.header(), 0)
+
+    def write(self, name: str, data: Bytes, at: int = 0) -> None:
+        """Write bytes of a tensor, `at` bytes into it."""
+        self._write(data.data, self._tensors[name].offset + at)
+
+    def _write(self, data: bytes | memoryview, offset: int) -> None:
+        view = memoryview(data)
+        while view.nbytes:
+            written = os.pwrite(self._file, view, offset)
+            view, offset = view[written:], offset + written
+
+    def finish(self) -> None:
+        """Give the file its name."""
+        os.fsync(self._file)
+        os.close(self._file)
+        self._file = -1
+        os.replace(self.temporary, self.path)
+
+    def discard(self) -> None:
+        """Remove what was written, unless the file is finished."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+            self.temporary.unlink(missing_ok=True)
+
+
+def _end(value: int, alignment: int) -> int:
+    return -(-value // alignment) * alignment
+
+
+@contextmanager
+def writing(files: dict[Path, Gguf]) -> Iterator[list[OutputFile]]:
+    """Open the files; on success all of them get their names, on any failure none of them stays.
+
+    Raises
+    ------
+    FileAccessError
+        if the disk is full or a file cannot be written, naming the folder and the space needed.
+    """
+    outputs: list[OutputFile] = []
+    folder = next(iter(files)).absolute().parent
+    try:
+        for path, header in files.items():
+            outputs.append(OutputFile(path, header))
+        _check_space(folder, sum(output.bytes for output in outputs))
+        yield outputs
+        for output in outputs:
+            output.finish()
+    except OSError as error:
+        needed = sum(output.bytes for output in outputs)
+        raise errors.FileAccessError(
+            f"{folder}: cannot write {needed / 1e9:.2f} GB: {error.strerror or error}; nothing was kept"
+        ) from error
+    finally:
+        for output in outputs:
+            output.discard()
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(0, f"the disk has {free / 1e9:.2f} GB free")

@@ -1,0 +1,44 @@
+"""The loop (docs/algorithm.md): draft with the base, check with the full model, keep what agrees.
+
+The cache holds verifier-quality entries for all tokens before `position`; `last` is the token at `position`, not
+decoded yet. A draft decodes last, d1 .. d(k-1) in draft mode, the check decodes last, d1 .. dk over the same cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from twofold.decoder import Decoder
+
+
+def draft(decoder: Decoder, last: int, position: int, length: int) -> list[int]:
+    """Return the base's `length` most likely tokens after `last`; the cells it used are freed again."""
+    tokens: list[int] = []
+    try:
+        with decoder.drafting():
+            for offset in range(length):
+                decoder.decode([tokens[-1] if tokens else last], position + offset, all_rows=False)
+                tokens.append(decoder.greedy(-1))
+    finally:
+        decoder.truncate(position)
+    return tokens
+
+
+def check(decoder: Decoder, last: int, drafted: Sequence[int], position: int) -> None:
+    """Decode `last` and the draft with the full model: row i holds what follows drafted[:i]."""
+    decoder.decode([last, *drafted], position, all_rows=True)
+
+
+def feed(
+    decoder: Decoder,
+    tokens: Sequence[int],
+    position: int,
+    *,
+    all_rows: bool,
+    after: Callable[[Sequence[int], int], None],
+) -> None:
+    """Decode a prompt in batches with the full model; `after` sees each batch and its position."""
+    for first in range(0, len(tokens), decoder.max_batch):
+        batch = tokens[first : first + decoder.max_batch]
+        decoder.decode(batch, position + first, all_rows=all_rows)
+        after(batch, position + first)

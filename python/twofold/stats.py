@@ -1,0 +1,120 @@
+"""What a call did: tokens, checks, acceptance, seconds, bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from twofold.engine import Engine
+
+_COUNTED = {
+    "residual_bytes": "residual_bytes",
+    "to_device_bytes": "to_device_bytes",
+    "from_device_bytes": "from_device_bytes",
+}
+
+
+@dataclass
+class Stats:
+    """Statistics of one call.
+
+    Attributes
+    ----------
+    prompt_tokens
+        decoded for the prompt; fewer than it has where the cache held its beginning.
+    tokens
+        handed to the caller.
+    checks
+        verifying decodes after the prompt's; each yields the accepted drafts and one token of its own.
+    drafted, accepted
+        draft tokens made, and how many of them the verifier would have chosen too.
+    drafted_by_position, agreed_by_position
+        the same by place in the draft.
+    prompt_s, draft_s, verify_s
+        seconds in llama.cpp and the engine: prompt, drafts, checks.
+    counters
+        bytes since the call began.
+    """
+
+    prompt_tokens: int = 0
+    tokens: int = 0
+    checks: int = 0
+    drafted_by_position: list[int] = field(default_factory=list)
+    agreed_by_position: list[int] = field(default_factory=list)
+    prompt_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    counters: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the time of a block to ``prompt_s``, ``draft_s`` or ``verify_s``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, name, getattr(self, name) + time.perf_counter() - start)
+
+    def count_draft(self, length: int) -> None:
+        """Count a draft that goes into a check."""
+        self.checks += 1
+        missing = length - len(self.drafted_by_position)
+        self.drafted_by_position += [0] * missing
+        self.agreed_by_position += [0] * missing
+        for position in range(length):
+            self.drafted_by_position[position] += 1
+
+    @property
+    def tokens_per_check(self) -> float:
+        """Tokens that came out of checks, for each check; the first token is the prompt's."""
+        return (self.tokens - 1) / self.checks if self.checks else 0.0
+
+    @property
+    def accepted_by_position(self) -> list[float]:
+        """Share of the drafts whose token at this place, and all before it, the verifier agreed with."""
+        pairs = zip(self.agreed_by_position, self.drafted_by_position, strict=True)
+        return [agreed / drafted for agreed, drafted in pairs]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything for JSON and for ``llm.stats``."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": self.tokens,
+            "checks": self.checks,
+            "tokens_per_check": self.tokens_per_check,
+            "drafted": sum(self.drafted_by_position),
+            "accepted": sum(self.agreed_by_position),
+            "accepted_by_position": self.accepted_by_position,
+            "prompt_s": self.prompt_s,
+            "draft_s": self.draft_s,
+            "verify_s": self.verify_s,
+            **{name: int(self.counters.get(key, 0)) for name, key in _COUNTED.items()},
+        }
+
+    def line(self) -> str:
+        """One line for people."""
+        seconds = self.draft_s + self.verify_s
+        rate = (self.tokens - 1) / seconds if seconds > 0 and self.tokens > 1 else 0.0
+        shares = " ".join(f"{share:.0%}" for share in self.accepted_by_position) or "no drafts"
+        return (
+            f"{self.tokens} tokens, {rate:.1f} tok/s, {self.checks} checks, {self.tokens_per_check:.2f} tokens a check"
+            f" (accepted {shares}); prompt {self.prompt_s:.2f} s, draft {self.draft_s:.2f} s, verify "
+            f"{self.verify_s:.2f} s; residual read {self.counters.get('residual_bytes', 0) / 1e9:.2f} GB"
+        )
+
+
+class Meter:
+    """Takes the engine's counters since it was made."""
+
+    def __init__(self, engine: Engine | None, stats: Stats) -> None:
+        self._engine, self._stats = engine, stats
+        self._before = engine.counters() if engine else {}
+        self.update()
+
+    def update(self) -> None:
+        """Write what has come since into the stats."""
+        now = self._engine.counters() if self._engine else {}
+        self._stats.counters = {key: value - self._before[key] for key, value in now.items()}
