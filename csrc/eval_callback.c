@@ -1,9 +1,9 @@
 /* Front end 1: the scheduler's eval callback (ggml-backend.h, ggml_backend_sched_eval_callback).
  *
  * Asked about a node, true ends the run of nodes that are computed together, so the node's result can
- * be read and changed before anything uses it, and no later op is fused with it. Draft mode answers
- * false throughout: the graph then runs as it would without us. Called with a result, the answer must
- * be true, or the scheduler drops the rest of the split. */
+ * be read and changed before anything uses it, and no later op is fused with it. In draft mode, and
+ * for nodes that the engine computes in ggml's place, the answer is false: nothing is split off. Called with a result,
+ * the answer must be true, or the scheduler drops the rest of the split. */
 #include "engine.h"
 
 static bool callback(struct ggml_tensor *node, bool ask, void *engine) {

@@ -39,7 +39,7 @@ tf_status tf_type_get(int32_t type, tf_type *out) {
 }
 
 tf_status tf_dequantize(int32_t type, const void *src, size_t src_bytes, float *dst, int64_t n) {
-    tf_type info;
+    tf_type info = {0};
     tf_status status = tf_type_get(type, &info);
     if (status != TF_OK) {
         return status;
@@ -64,7 +64,7 @@ tf_status tf_dequantize(int32_t type, const void *src, size_t src_bytes, float *
 
 tf_status tf_quantize(int32_t type, const float *src, int64_t rows, int64_t width, const float *imatrix, void *dst,
                       size_t dst_bytes) {
-    tf_type info;
+    tf_type info = {0};
     tf_status status = tf_type_get(type, &info);
     if (status != TF_OK) {
         return status;

@@ -46,6 +46,60 @@ static void run(const tf_planes *planes, int64_t panel, const tf_columns *x, flo
     }
 }
 
+static int32_t q2k_code(const uint8_t *super, int64_t lane, int64_t input) {
+    return super[input / 16 * 64 + lane * 4 + input % 4] >> (input / 4 % 4 * 2) & 3;
+}
+
+/* Adds 256 inputs of one row and column to `tile`. */
+static float q2k_super(const uint8_t *super, int64_t lane, const tf_columns *x, int64_t s, int32_t j, float tile) {
+    const uint16_t *d = (const uint16_t *)(const void *)(super + 1280);
+    float sum = 0.0f, mins = 0.0f;
+    for (int64_t b = 0; b < TF_SUPER / TF_BLOCK; b++) {
+        const int64_t block = s * (TF_SUPER / TF_BLOCK) + b;
+        const uint8_t *scales = super + 1024 + b * 32 + lane * 2;
+        int32_t total = 0;
+        for (int64_t i = 0; i < TF_BLOCK; i++) {
+            const int64_t input = block * TF_BLOCK + i;
+            const int32_t q = x->q[(input / 4 * x->n + j) * 4 + input % 4];
+            total += q2k_code(super, lane, b * TF_BLOCK + i) * (scales[i / 16] & 15) * q;
+        }
+        const int32_t sums = x->sums[block * x->n + j];
+        const int32_t minimum = (scales[0] >> 4) * (int16_t)sums + (scales[1] >> 4) * (sums >> 16);
+        sum = fmaf((float)total, x->scale[block * x->n + j], sum);
+        mins = fmaf((float)minimum, x->scale[block * x->n + j], mins);
+    }
+    tile = fmaf(tf_half_to_float(d[lane]) * 128.0f, sum, tile);
+    return fmaf(tf_half_to_float(d[TF_PANEL_ROWS + lane]) * -128.0f, mins, tile);
+}
+
+static void run_q2k(const tf_base *base, int64_t panel, const tf_columns *x, float *tile) {
+    const int64_t supers = base->width / TF_SUPER;
+    const uint8_t *first = base->supers + panel * supers * TF_SUPER_BYTES;
+    for (int32_t j = 0; j < x->n; j++) {
+        for (int64_t lane = 0; lane < TF_PANEL_ROWS; lane++) {
+            float result = 0.0f;
+            for (int64_t s = 0; s < supers; s++) {
+                result = q2k_super(first + s * TF_SUPER_BYTES, lane, x, s, j, result);
+            }
+            tile[j * TF_PANEL_ROWS + lane] = result;
+        }
+    }
+}
+
+static float quantize(const float *x, int8_t *codes) {
+    float largest = 0.0f;
+    for (int i = 0; i < TF_BLOCK; i++) {
+        const float magnitude = fabsf(x[i]);
+        largest = magnitude > largest || isnan(magnitude) ? magnitude : largest;
+    }
+    const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+    for (int i = 0; i < TF_BLOCK; i++) {
+        const float code = nearbyintf(x[i] * inverse);
+        codes[i] = code >= -127.0f && code <= 127.0f ? (int8_t)code : 0; /* NaN: the scale carries it on */
+    }
+    return largest / 127.0f;
+}
+
 static bool always(void) { return true; }
 
-const tf_kernel tf_kernel_scalar = {"scalar", run, TF_MAX_COLUMNS, always};
+const tf_kernel tf_kernel_scalar = {"scalar", run, run_q2k, quantize, TF_MAX_COLUMNS, always};

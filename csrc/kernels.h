@@ -1,4 +1,4 @@
-/* A kernel multiplies one panel of 16 rows by one block of columns. The scalar kernel is the
+/* A kernel multiplies one panel of 16 rows by one block of columns. The scalar kernels are the
  * definition; the others give the same bits, because every lane is a row of its own and does the same
  * floating-point operations in the same order:
  *
@@ -6,27 +6,42 @@
  *     for each block of 32:   sum = fma(dot(codes, x.q), x.scale[block], sum)     dot is an exact integer
  *   tile = fma(sum, scales[group], tile)
  *
+ * and for a base of Q2_K, where A and B are the two sub-blocks of 16 of a block of 32:
+ *
+ *   for each 256 inputs:
+ *     for each block of 32:   sum  = fma(scaleA * dotA + scaleB * dotB, x.scale[block], sum)
+ *                             mins = fma(minA * sumA + minB * sumB, x.scale[block], mins)
+ *     tile = fma(128 * d, sum, tile), then fma(-128 * dmin, mins, tile)
+ *
  * Nothing depends on how many columns stand beside each other, so neither does a token's result. */
 #pragma once
 
-#include "twofold.h"
+#include "base_panels.h"
 
 enum { TF_BLOCK = 32, TF_MAX_COLUMNS = 8 };
 
 /* n columns of activations, quantized (activations.c), interleaved for broadcast loads. */
 typedef struct tf_columns {
     int32_t n;
-    int8_t *q;     /* [width / 4][n][4] */
-    float *scale;  /* [width / 32][n]   of x, over 128 */
-    float *offset; /* [groups][n]       what tf_code_offset() adds, summed over the group */
+    int8_t *q;          /* [width / 4][n][4] */
+    float *scale;       /* [width / 32][n]   of x, over 128 */
+    float *offset;      /* [groups][n]       what the codes' offset adds, summed over the group */
+    float *base_offset; /* [width / 32][n] the same for base planes: groups of 32, offset -128 */
+    int32_t *sums;      /* [width / 32][n]   sums of q over both halves of a block: A | B << 16 */
 } tf_columns;
 
 /* tile: float32 [x->n][16], overwritten. */
 typedef void (*tf_panel_kernel)(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tile);
+/* The same for a base of Q2_K. */
+typedef void (*tf_q2k_kernel)(const tf_base *base, int64_t panel, const tf_columns *x, float *tile);
+/* Quantizes 32 activations: returns the scale, fills 32 codes. */
+typedef float (*tf_quantizer)(const float *x, int8_t *codes);
 
 typedef struct tf_kernel {
     const char *name;
     tf_panel_kernel run;
+    tf_q2k_kernel run_q2k;
+    tf_quantizer quantize;
     int32_t max_columns; /* of a block, at most TF_MAX_COLUMNS */
     bool (*supported)(void);
 } tf_kernel;

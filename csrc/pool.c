@@ -29,7 +29,11 @@ typedef struct worker_start {
     int32_t index;
 } worker_start;
 
-static void relax(void) {
+void tf_relax(int spins) {
+    if (spins >= SPINS) {
+        sched_yield();
+        return;
+    }
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -47,7 +51,7 @@ static void wait_for_news(tf_pool *pool, uint64_t seen) {
         if (news(pool, seen)) {
             return;
         }
-        relax();
+        tf_relax(i);
     }
     pthread_mutex_lock(&pool->mutex);
     atomic_fetch_add(&pool->sleepers, 1);
@@ -160,10 +164,6 @@ void tf_pool_run(tf_pool *pool, tf_job job, void *argument) {
     job(argument, 0, pool->threads);
     atomic_fetch_or(&pool->state, CLOSED);
     for (int spins = 0; atomic_load(&pool->state) & ACTIVE; spins++) {
-        if (spins < SPINS) {
-            relax();
-        } else {
-            sched_yield();
-        }
+        tf_relax(spins);
     }
 }

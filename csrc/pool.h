@@ -5,6 +5,10 @@
 
 typedef struct tf_pool tf_pool;
 
+/* A turn of a waiting loop: a pause at first, then the CPU is given to others, on a busy machine to the
+ * thread that is waited for. */
+void tf_relax(int spins);
+
 /* What every thread that joins in is given: its index among `threads`. A job must come out right
  * however few of them come, for run() does not wait for a thread that has not woken up. */
 typedef void (*tf_job)(void *argument, int32_t thread, int32_t threads);

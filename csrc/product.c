@@ -9,86 +9,108 @@
 
 enum { TAKE = 4 }; /* panels at a time */
 
-typedef struct share {
-    _Atomic int64_t next;
-    int64_t end;
-    char padding[64 - 2 * sizeof(int64_t)]; /* a cache line each */
-} share;
+static int64_t product_rows(const tf_product *product) {
+    return product->base != NULL ? product->base->rows : product->residual.rows;
+}
+
+static void store_tile(const tf_product *product, int64_t panel, int64_t first_column, int32_t columns,
+                       const float *tile) {
+    const int64_t first = panel * TF_PANEL_ROWS, left = product_rows(product) - first;
+    const int64_t rows = left < TF_PANEL_ROWS ? left : TF_PANEL_ROWS;
+    for (int32_t j = 0; j < columns; j++) {
+        const int64_t column = first_column + j;
+        float *out = product->scatter != NULL ? product->scatter[column] : product->out + column * product->stride;
+        for (int64_t row = 0; row < rows; row++) {
+            out[first + row] = tile[j * TF_PANEL_ROWS + row] + (product->add ? out[first + row] : 0.0f);
+        }
+    }
+}
+
+static void base_tile(const tf_kernel *kernel, const tf_base *base, int64_t panel, tf_columns x, float *tile) {
+    if (base->supers != NULL) {
+        kernel->run_q2k(base, panel, &x, tile);
+        return;
+    }
+    x.offset = x.base_offset;
+    kernel->run(&base->planes, panel, &x, tile);
+}
+
+static void run_panel(const tf_kernel *kernel, const tf_product *product, int64_t panel) {
+    float tile[TF_MAX_COLUMNS * TF_PANEL_ROWS], second[TF_MAX_COLUMNS * TF_PANEL_ROWS];
+    for (int64_t block = 0; block < tf_activations_blocks(product->x); block++) {
+        const tf_columns x = tf_activations_block(product->x, block);
+        if (product->base != NULL) {
+            base_tile(kernel, product->base, panel, x, tile);
+        }
+        if (product->has_residual) {
+            kernel->run(&product->residual, panel, &x, product->base != NULL ? second : tile);
+        }
+        for (int32_t i = 0; product->base != NULL && product->has_residual && i < x.n * TF_PANEL_ROWS; i++) {
+            tile[i] += second[i];
+        }
+        store_tile(product, panel, block * product->x->columns, x.n, tile);
+    }
+}
+
+void tf_shares_init(tf_share *shares, int32_t count, const tf_product *product) {
+    const int64_t panels = tf_panels(product_rows(product));
+    for (int32_t t = 0; t < count; t++) {
+        atomic_init(&shares[t].next, panels * t / count);
+        shares[t].end = panels * (t + 1) / count;
+    }
+}
+
+static void drain(tf_share *from, const tf_kernel *kernel, const tf_product *product) {
+    for (;;) {
+        const int64_t first = atomic_fetch_add_explicit(&from->next, TAKE, memory_order_relaxed);
+        for (int64_t panel = first; panel < first + TAKE && panel < from->end; panel++) {
+            run_panel(kernel, product, panel);
+        }
+        if (first + TAKE >= from->end) {
+            return;
+        }
+    }
+}
+
+void tf_shares_run(tf_share *shares, int32_t count, int32_t own, const tf_kernel *kernel, const tf_product *product) {
+    for (int32_t k = 0; k < count; k++) {
+        drain(&shares[(own + k) % count], kernel, product);
+    }
+}
 
 typedef struct task {
     const tf_kernel *kernel;
     const tf_product *products;
     int64_t n;
-    int32_t threads;
-    share *shares; /* [n][threads] */
+    tf_share *shares; /* [n][threads] */
 } task;
-
-static void add_tile(const tf_product *product, int64_t panel, int64_t first_column, int32_t columns,
-                     const float *tile) {
-    const int64_t first = panel * TF_PANEL_ROWS;
-    const int64_t left = product->planes.rows - first;
-    const int64_t rows = left < TF_PANEL_ROWS ? left : TF_PANEL_ROWS;
-    for (int32_t j = 0; j < columns; j++) {
-        float *out = product->out[first_column + j] + first;
-        for (int64_t row = 0; row < rows; row++) {
-            out[row] += tile[j * TF_PANEL_ROWS + row];
-        }
-    }
-}
-
-static void run_panel(const tf_kernel *kernel, const tf_product *product, int64_t panel) {
-    float tile[TF_MAX_COLUMNS * TF_PANEL_ROWS];
-    for (int64_t block = 0; block < tf_activations_blocks(product->x); block++) {
-        const tf_columns x = tf_activations_block(product->x, block);
-        kernel->run(&product->planes, panel, &x, tile);
-        add_tile(product, panel, block * product->x->columns, x.n, tile);
-    }
-}
-
-static void drain(const task *task, int64_t index, share *from) {
-    for (;;) {
-        const int64_t first = atomic_fetch_add_explicit(&from->next, TAKE, memory_order_relaxed);
-        if (first >= from->end) {
-            return;
-        }
-        for (int64_t panel = first; panel < first + TAKE && panel < from->end; panel++) {
-            run_panel(task->kernel, &task->products[index], panel);
-        }
-    }
-}
 
 static void job(void *argument, int32_t thread, int32_t threads) {
     const task *task = argument;
     for (int64_t i = 0; i < task->n; i++) {
-        drain(task, i, &task->shares[i * threads + thread]);
+        drain(&task->shares[i * threads + thread], task->kernel, &task->products[i]);
     }
     for (int64_t i = 0; i < task->n; i++) {
-        for (int32_t k = 1; k < threads; k++) {
-            drain(task, i, &task->shares[i * threads + (thread + k) % threads]);
-        }
+        tf_shares_run(&task->shares[i * threads], threads, thread, task->kernel, &task->products[i]);
     }
 }
 
 tf_status tf_products_run(tf_pool *pool, const tf_kernel *kernel, const tf_product *products, int64_t n) {
     const int32_t threads = tf_pool_threads(pool);
-    share *shares = aligned_alloc(64, sizeof *shares * (size_t)(n * threads));
+    tf_share *shares = aligned_alloc(64, sizeof *shares * (size_t)(n * threads));
     if (shares == NULL) {
         return tf_fail(TF_ERR_MEMORY, "out of memory");
     }
     for (int64_t i = 0; i < n; i++) {
-        const int64_t panels = tf_panels(products[i].planes.rows);
-        for (int32_t t = 0; t < threads; t++) {
-            atomic_init(&shares[i * threads + t].next, panels * t / threads);
-            shares[i * threads + t].end = panels * (t + 1) / threads;
-        }
+        tf_shares_init(&shares[i * threads], threads, &products[i]);
     }
-    task task = {kernel, products, n, threads, shares};
+    task task = {kernel, products, n, shares};
     tf_pool_run(pool, job, &task);
     free(shares);
     return TF_OK;
 }
 
-uint64_t tf_product_bytes(const tf_planes *planes) {
+uint64_t tf_residual_bytes_read(const tf_planes *planes) {
     uint64_t bytes = 0;
     for (int32_t plane = 4; plane <= planes->bits; plane += 2) {
         bytes += (uint64_t)tf_plane_bytes(planes->rows, planes->width, planes->group, plane);
@@ -96,46 +118,51 @@ uint64_t tf_product_bytes(const tf_planes *planes) {
     return bytes + (uint64_t)tf_plane_bytes(planes->rows, planes->width, planes->group, 0);
 }
 
-static tf_status multiply(tf_pool *pool, const tf_planes *planes, const tf_kernel *kernel, const float *x, int64_t n,
-                          float *out) {
+static tf_status multiply(tf_pool *pool, tf_product *product, const tf_kernel *kernel, const float *x, int64_t n,
+                          int64_t width) {
     tf_activations a = {0};
-    float **columns = malloc(sizeof *columns * (size_t)n);
-    tf_status status = tf_activations_reserve(&a, n, planes->width, planes->group, planes->bits, kernel->max_columns);
-    if (status == TF_OK && columns != NULL) {
-        for (int64_t i = 0; i < tf_activations_blocks(&a); i++) {
-            tf_activations_quantize(&a, i, x + i * a.columns * planes->width, planes->width);
-        }
+    const tf_planes *r = &product->residual;
+    tf_activations_shape(&a, n, width, product->has_residual ? r->group : 32, product->has_residual ? r->bits : 8,
+                         kernel->max_columns);
+    tf_status status = tf_activations_reserve(&a);
+    if (status == TF_OK) {
         for (int64_t j = 0; j < n; j++) {
-            columns[j] = out + j * planes->rows;
+            tf_activations_quantize(&a, kernel, j, x + j * width);
         }
-        const tf_product product = {*planes, &a, columns};
-        status = tf_products_run(pool, kernel, &product, 1);
-    } else if (status == TF_OK) {
-        status = tf_fail(TF_ERR_MEMORY, "out of memory");
+        product->x = &a;
+        status = tf_products_run(pool, kernel, product, 1);
     }
-    free(columns);
     tf_activations_free(&a);
     return status;
 }
 
-tf_status tf_matmul(const tf_planes *planes, const char *kernel_name, int32_t threads, const float *x, int64_t n,
-                    float *out) {
+tf_status tf_matmul(const tf_planes *planes, const tf_base_data *base, const char *kernel_name, int32_t threads,
+                    const float *x, int64_t n, float *out) {
     const tf_kernel *kernel = tf_kernel_find(kernel_name);
     if (kernel == NULL) {
         return TF_ERR_ARGUMENT;
     }
-    tf_status status = tf_check_shape(planes->rows, planes->width, planes->group, planes->bits);
-    if (status != TF_OK) {
-        return status;
+    if ((planes == NULL && base == NULL) || n < 1) {
+        return tf_fail(TF_ERR_ARGUMENT, "a residual or a base, and columns, are needed");
     }
-    if (n < 1) {
-        return tf_fail(TF_ERR_ARGUMENT, "%lld columns", (long long)n);
+    const int64_t rows = planes != NULL ? planes->rows : base->rows;
+    const int64_t width = planes != NULL ? planes->width : base->width;
+    tf_status status = planes != NULL ? tf_check_shape(rows, width, planes->group, planes->bits) : TF_OK;
+    tf_base panels = {.type = -1};
+    tf_pool *pool = NULL;
+    status = status != TF_OK ? status : tf_pool_new(threads, &pool);
+    if (status == TF_OK && base != NULL) {
+        status = base->rows == rows && base->width == width
+                     ? tf_base_build(&panels, base->type, rows, width, base->data, pool)
+                     : tf_fail(TF_ERR_ARGUMENT, "base and residual have different shapes");
     }
-    tf_pool *pool;
-    status = tf_pool_new(threads, &pool);
     if (status == TF_OK) {
-        status = multiply(pool, planes, kernel, x, n, out);
-        tf_pool_free(pool);
+        tf_product product = {.base = base != NULL ? &panels : NULL, .out = out, .stride = rows};
+        product.has_residual = planes != NULL;
+        product.residual = planes != NULL ? *planes : (tf_planes){0};
+        status = multiply(pool, &product, kernel, x, n, width);
     }
+    tf_pool_free(pool);
+    tf_base_free(&panels);
     return status;
 }

@@ -48,6 +48,9 @@ tf_status tf_registry_init(tf_registry *r, const tf_residual *residual) {
 }
 
 void tf_registry_free(tf_registry *r) {
+    for (int64_t i = 0; r->entries != NULL && i < r->count; i++) {
+        tf_base_free(&r->entries[i].base);
+    }
     free(r->entries);
     free(r->slots);
     *r = (tf_registry){0};

@@ -1,10 +1,11 @@
 /* Residual tensors by the name of the weight they belong to. */
 #pragma once
 
-#include "twofold.h"
+#include "base_panels.h"
 
 typedef struct tf_entry {
     tf_residual_tensor tensor;
+    tf_base base;     /* panels of the base, where the engine computes it */
     uint64_t applied; /* in how many nodes since tf_engine_begin() */
 } tf_entry;
 

@@ -137,7 +137,7 @@ static tf_status read_all(tf_residual *r) {
     if (r->keys == NULL) {
         return FAIL(r, TF_ERR_FORMAT, "truncated or damaged: its header cannot be read", "");
     }
-    uint32_t version, bits, group;
+    uint32_t version = 0, bits = 0, group = 0;
     tf_status status = read_u32(r, "twofold.format_version", &version);
     if (status == TF_OK && version != TF_FORMAT_VERSION) {
         return tf_fail(TF_ERR_VERSION, "%s: residual format version %u, but this twofold reads version %d", r->label,

@@ -119,9 +119,20 @@ int32_t tf_kernel_count(void); /* that this CPU can run; the last is the fastest
 const char *tf_kernel_name(int32_t index);
 const char *tf_kernel_default(void); /* TWOFOLD_KERNEL if set, else the fastest */
 
-/* out[n][rows] += R x. x: float32 [n][width]; out: float32 [n][rows]; kernel: a name, or NULL. */
-tf_status tf_matmul(const tf_planes *planes, const char *kernel, int32_t threads, const float *x, int64_t n,
-                    float *out);
+/* Whether a base of this ggml type in host memory has a kernel of its own. */
+bool tf_base_has_kernel(int32_t type);
+
+/* A base matrix as ggml lays it out. */
+typedef struct tf_base_data {
+    int32_t type;
+    int64_t rows, width;
+    const void *data;
+} tf_base_data;
+
+/* out = (B + R) x; either may be NULL. x: float32 [n][width]; out: float32 [n][rows]; kernel: a name, or
+ * NULL for the default. For tests and benchmarks: the base is rearranged on every call. */
+tf_status tf_matmul(const tf_planes *residual, const tf_base_data *base, const char *kernel, int32_t threads,
+                    const float *x, int64_t n, float *out);
 
 /* ---- the residual file ---------------------------------------------------------------------- */
 
@@ -160,6 +171,7 @@ typedef enum tf_mode {
 typedef struct tf_counters {
     uint64_t nodes;             /* graph nodes a residual was added to */
     uint64_t residual_bytes;    /* bytes of planes and scales read */
+    uint64_t base_bytes;        /* memory of base panels that were made */
     uint64_t to_device_bytes;   /* written to memory the host cannot see */
     uint64_t from_device_bytes; /* read from it */
     double fetch_s, compute_s, store_s;
@@ -169,6 +181,8 @@ typedef struct tf_counters {
 tf_status tf_engine_new(const tf_residual *residual, int32_t threads, tf_engine **out);
 void tf_engine_free(tf_engine *engine);
 tf_status tf_engine_set_bits(tf_engine *engine, int32_t bits); /* 0 (base alone), 4, 6, 8 */
+/* Compute products of base weights in host memory with our own kernels, instead of ggml's; off at first. */
+void tf_engine_claim(tf_engine *engine, bool on);
 /* Around every llama_decode: begin says how it shall run, end reports what went wrong inside. */
 void tf_engine_begin(tf_engine *engine, tf_mode mode);
 tf_status tf_engine_end(tf_engine *engine);

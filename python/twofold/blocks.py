@@ -164,22 +164,67 @@ def decode_residual(planes: Planes, bits: int | None = None) -> Floats:
     return out
 
 
+def row_planes(planes: Planes, first: int, last: int) -> Planes:
+    """Return rows `first`, which must begin a panel, to `last` of an encoded matrix, as views."""
+    parts = {
+        name: data[plane_bytes(first, planes.width, planes.group, name) :][
+            : plane_bytes(last - first, planes.width, planes.group, name)
+        ]
+        for name, data in planes.parts().items()
+    }
+    return Planes(last - first, planes.width, planes.group, planes.bits, **parts)
+
+
+@dataclass(frozen=True)
+class BaseMatrix:
+    """A base matrix as ggml lays it out, of a type that :func:`has_base_kernel`."""
+
+    kind: GgmlType
+    rows: int
+    width: int
+    data: Bytes
+
+    def c_struct(self) -> Any:
+        """Return a tf_base_data that points into the array."""
+        if self.data.size != self.rows * self.kind.row_bytes(self.width):
+            raise errors.ArgumentError(f"{self.data.size} bytes do not hold {self.rows} x {self.width} {self.kind.name}")
+        c = ffi.new("tf_base_data *", {"type": self.kind.id, "rows": self.rows, "width": self.width})
+        c.data = bytes_pointer(self.data)
+        return c
+
+
+def has_base_kernel(kind: GgmlType) -> bool:
+    """Whether the engine can compute a base of this type itself, in memory the host can see."""
+    return bool(lib.tf_base_has_kernel(kind.id))
+
+
 def matmul(
-    planes: Planes, x: Floats, *, bits: int | None = None, kernel: str | None = None, threads: int = 1
+    residual: Planes | None,
+    x: Floats,
+    *,
+    base: BaseMatrix | None = None,
+    bits: int | None = None,
+    kernel: str | None = None,
+    threads: int = 1,
 ) -> Floats:
-    """Return ``x @ R.T`` as the engine computes it: x float32 ``(n, width)``, result ``(n, rows)``.
+    """Return ``x @ (B + R).T`` as the engine computes it: x float32 ``(n, width)``, result ``(n, rows)``.
+
+    Either of base and residual may be None.
 
     Raises
     ------
     ArgumentError
         for an unknown kernel or a shape that does not fit.
     """
-    n, width = x.shape
-    if width != planes.width:
-        raise errors.ArgumentError(f"x has {width} inputs, the residual {planes.width}")
-    out = np.zeros((n, planes.rows), np.float32)
+    matrix = residual if residual is not None else base
+    if matrix is None or x.shape[1] != matrix.width:
+        raise errors.ArgumentError(f"x of shape {x.shape} does not fit the matrix")
+    n = x.shape[0]
+    out = np.zeros((n, matrix.rows), np.float32)
+    planes = ffi.NULL if residual is None else residual.c_struct(bits or residual.bits)
+    base_data = ffi.NULL if base is None else base.c_struct()
     name = ffi.NULL if kernel is None else ffi.new("char[]", kernel.encode())
-    check(lib.tf_matmul(planes.c_struct(bits or planes.bits), name, threads, floats_pointer(x), n, floats_pointer(out)))
+    check(lib.tf_matmul(planes, base_data, name, threads, floats_pointer(x), n, floats_pointer(out)))
     return out
 
 

@@ -104,6 +104,18 @@ class BaseLlama(llama_cpp.Llama):  # type: ignore[misc]
             params.cb_eval_user_data = self._engine.user_data
         self._context_params = params
 
+    @property
+    def model_params(self) -> Any:
+        """llama_model_params as llama_cpp fills them in."""
+        return self._model_params
+
+    @model_params.setter
+    def model_params(self, params: Any) -> None:
+        # llama.cpp would rearrange weights for its own CPU kernels, where ours could not read them.
+        if self._engine is not None and self._engine.claiming:
+            params.use_extra_bufts = False
+        self._model_params = params
+
     def close(self) -> None:
         """Free the context and the model; the engine must live until then."""
         if getattr(self, "_ctx", None) is not None:

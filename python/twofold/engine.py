@@ -72,10 +72,16 @@ class Engine:
         self._c: Any = ffi.gc(out[0], lib.tf_engine_free)
         self.residual = residual  # keeps the mapping alive
         self.threads = threads
+        self.claiming = False
 
     def set_bits(self, bits: int) -> None:
         """Choose the verifier: 0 (base alone), 4, 6 or 8 bits of residual; ArgumentError otherwise."""
         check(lib.tf_engine_set_bits(self._c, bits))
+
+    def claim(self, on: bool) -> None:
+        """Compute products of base weights in host memory with our own kernels instead of ggml's."""
+        lib.tf_engine_claim(self._c, on)
+        self.claiming = on
 
     def begin(self, mode: int) -> None:
         """Say how the next llama_decode runs: `DRAFT` or `VERIFY`."""

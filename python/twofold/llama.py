@@ -14,7 +14,7 @@ from twofold.engine import Engine
 from twofold.pairfile import open_pair
 from twofold.stats import Meter, Stats
 
-_OURS = {"draft_tokens", "residual_bits", "residual_path"}
+_OURS = {"draft_tokens", "residual_bits", "residual_path", "claim"}
 MAX_DRAFT = 32
 
 
@@ -31,9 +31,13 @@ class Llama(BaseLlama):
         The verifier: 4, 6, 8, or 0 for the base alone; default: all that the file holds. May be changed later.
     residual_path
         Default: ``NAME.residual.gguf`` beside the base.
+    claim
+        Compute base products in host memory with twofold's own kernels, base and residual in one pass, instead of
+        ggml's; default: where all types of the base have such kernels. Drafts then differ from stock llama.cpp's
+        by rounding.
     **arguments
-        Those of llama_cpp.Llama. `n_threads` and `n_threads_batch` default to the number of cores; the residual
-        is multiplied by `n_threads_batch` threads.
+        Those of llama_cpp.Llama. `n_threads` and `n_threads_batch` default to the number of cores, `flash_attn` to
+        True; the residual is multiplied by `n_threads_batch` threads.
 
     Raises
     ------
@@ -57,11 +61,15 @@ class Llama(BaseLlama):
         draft_tokens: int = 4,
         residual_bits: int | None = None,
         residual_path: str | os.PathLike[str] | None = None,
+        claim: bool | None = None,
         **arguments: Any,
     ) -> None:
         _check_arguments(arguments)
         arguments.setdefault("n_threads", physical_cores())
         arguments.setdefault("n_threads_batch", arguments["n_threads"])
+        # ggml's flash attention computes each token alike whatever stands beside it in the batch; its other attention
+        # does not, and a check would differ from plain decoding (docs/log.md).
+        arguments.setdefault("flash_attn", True)
         self.residual_path = residual_path
         self._stats = Stats()
         self.draft_tokens = draft_tokens
@@ -69,6 +77,7 @@ class Llama(BaseLlama):
         if residual_bits != 0 and not arguments.get("vocab_only"):
             pair = open_pair(Path(model_path), Path(residual_path) if residual_path else None)
             engine = Engine(pair.residual, arguments["n_threads_batch"] or physical_cores())
+            engine.claim(pair.has_base_kernels if claim is None else claim)
         self._residual_bits = 0
         if engine is not None:
             self._residual_bits = _set_bits(engine, residual_bits)
@@ -258,9 +267,10 @@ class Llama(BaseLlama):
 
     def __getstate__(self) -> dict[str, Any]:
         """Arguments that make this object again, for pickle."""
-        ours = {"draft_tokens": self.draft_tokens, "residual_path": self.residual_path}
-        bits = {"residual_bits": self._residual_bits if self._engine is not None else 0}
-        return {**super().__getstate__(), **ours, **bits}
+        ours: dict[str, Any] = {"draft_tokens": self.draft_tokens, "residual_path": self.residual_path}
+        if self._engine is not None:
+            ours |= {"residual_bits": self._residual_bits, "claim": self._engine.claiming}
+        return {"residual_bits": 0, **super().__getstate__(), **ours}
 
 
 def _set_bits(engine: Engine, bits: int | None) -> int:

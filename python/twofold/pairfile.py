@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from twofold import errors
-from twofold.blocks import ggml_types
+from twofold.blocks import ggml_types, has_base_kernel
 from twofold.engine import Residual, ResidualTensor
 from twofold.metadata import Gguf, Tensor, fingerprint
 
@@ -41,6 +41,11 @@ class Pair:
     tensors: tuple[Tensor, ...]  # of the base
     completed: dict[str, ResidualTensor]  # by name of the base tensor
     architecture: str
+
+    @property
+    def has_base_kernels(self) -> bool:
+        """Whether the engine has kernels for all types of base that the residual completes."""
+        return all(has_base_kernel(t.kind) for t in self.tensors if t.name in self.completed)
 
 
 def open_pair(base: Path, residual: Path | None = None) -> Pair:

@@ -1,0 +1,57 @@
+/* The engine's insides, shared by engine.c (life and modes), observe.c (adds a residual to a result) and
+ * claim.c (computes base and residual instead of ggml). */
+#pragma once
+
+#include "engine.h"
+#include "product.h"
+#include "registry.h"
+
+typedef struct tf_buffer {
+    void *data;
+    size_t capacity;
+} tf_buffer;
+
+typedef struct tf_claim tf_claim;
+
+struct tf_engine {
+    tf_registry registry;
+    tf_pool *pool;
+    const tf_kernel *kernel;
+    int32_t threads;
+    int32_t bits, max_bits, group;
+    bool claiming;
+    tf_mode mode;
+    tf_status status; /* first failure since begin */
+    char message[512];
+    tf_counters counters;
+
+    /* observe.c: the src1 that `activations` hold. One llama_decode may run its graph several times, over
+     * parts of the batch: the pass, counted by the node's own weight, tells them apart. */
+    tf_activations activations;
+    const struct ggml_tensor *quantized;
+    uint64_t quantized_pass;
+    tf_buffer fetched, result, columns, ids, gathered;
+
+    /* claim.c */
+    tf_claim *claims; /* of this decode, the latest first */
+    uint64_t claimed_pass;
+    tf_buffer claim_memory;
+};
+
+/* Room for `bytes`, whatever the buffer held is lost; NULL if there is none. */
+void *tf_buffer_reserve(tf_buffer *buffer, size_t bytes);
+bool tf_on_host(const struct ggml_tensor *t);
+tf_status tf_check_operands(const tf_entry *entry, const struct ggml_tensor *node);
+/* Planes of an expert at the bits in use. */
+tf_planes tf_engine_planes(const tf_engine *e, const tf_entry *entry, int64_t expert);
+void tf_engine_fail(tf_engine *e, tf_status status);
+double tf_now(void);
+
+tf_status tf_observe(tf_engine *e, tf_entry *entry, struct ggml_tensor *node);
+
+/* Makes the node ours if it can be; otherwise leaves it as ggml's. */
+bool tf_claim_node(tf_engine *e, tf_entry *entry, struct ggml_tensor *node);
+/* Gives a node that an earlier decode claimed back to ggml. */
+void tf_unclaim_node(struct ggml_tensor *node);
+bool tf_is_claimed(const struct ggml_tensor *node);
+void tf_claims_free(tf_engine *e);
