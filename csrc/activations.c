@@ -1,26 +1,34 @@
-/* 8-bit activations, one scale for 32 inputs: q = round(x / scale), scale = largest magnitude / 127.
+/* Activations in 8 bits, one scale for 32 inputs, and where it pays in 16.
+ *
+ * The rounding error of a block grows with its scale, so a few blocks with outliers make most of the
+ * error. Blocks whose squared scale is above the column's mean times LOW_ABOVE carry their next 8 bits as
+ * well, for the base, which is most of the weight; the residual is small and does with 8 bits.
+ *
  * Compiled without contraction (CMakeLists.txt), so that every build rounds alike. */
 #include "activations.h"
 
 #include <stdlib.h>
 #include <string.h>
 
+#define LOW_ABOVE (getenv("TWOFOLD_T") ? (float)atof(getenv("TWOFOLD_T")) : 1.0f)
+
 static size_t align64(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-/* Bytes of the parts of a block: q, then scales, offsets, base offsets, sums. */
+/* Bytes of the parts of a block of columns: q and low, what there is of a 32, what there is of a group. */
 typedef struct parts {
-    size_t q, blocks, groups;
+    size_t q, blocks, groups, flags;
 } parts;
 
 static parts part_bytes(const tf_activations *a) {
     const size_t columns = (size_t)a->columns, width = (size_t)a->width;
     return (parts){align64(width * columns), align64(width / TF_BLOCK * columns * sizeof(float)),
-                   align64((size_t)tf_groups(a->width, a->group) * columns * sizeof(float))};
+                   align64((size_t)tf_groups(a->width, a->group) * columns * sizeof(float)),
+                   align64(width / TF_BLOCK * TF_MAX_COLUMNS)};
 }
 
 static size_t block_bytes(const tf_activations *a) {
     const parts p = part_bytes(a);
-    return p.q + 3 * p.blocks + p.groups;
+    return 2 * p.q + 4 * p.blocks + p.groups + p.flags;
 }
 
 void tf_activations_shape(tf_activations *a, int64_t n, int64_t width, int32_t group, int32_t bits, int32_t columns) {
@@ -54,20 +62,55 @@ tf_columns tf_activations_block(const tf_activations *a, int64_t index) {
     const int64_t left = a->n - index * a->columns;
     const parts p = part_bytes(a);
     uint8_t *at = a->memory + block_bytes(a) * (size_t)index;
+    uint8_t *blocks = at + 2 * p.q;
     return (tf_columns){.n = left < a->columns ? (int32_t)left : a->columns,
                         .q = (int8_t *)at,
-                        .scale = (float *)(void *)(at + p.q),
-                        .base_offset = (float *)(void *)(at + p.q + p.blocks),
-                        .sums = (int32_t *)(void *)(at + p.q + 2 * p.blocks),
-                        .offset = (float *)(void *)(at + p.q + 3 * p.blocks)};
+                        .low = (int8_t *)(at + p.q),
+                        .scale = (float *)(void *)blocks,
+                        .base_offset = (float *)(void *)(blocks + p.blocks),
+                        .sums = (int32_t *)(void *)(blocks + 2 * p.blocks),
+                        .low_sums = (int32_t *)(void *)(blocks + 3 * p.blocks),
+                        .offset = (float *)(void *)(blocks + 4 * p.blocks),
+                        .flags = blocks + 4 * p.blocks + p.groups};
 }
 
-static int32_t sum_16(const int8_t *codes) {
-    int32_t sum = 0;
-    for (int i = 0; i < 16; i++) {
-        sum += codes[i];
+/* Sums of both halves of 32 codes, as the kernels want them. */
+static int32_t half_sums(const int8_t *codes, int32_t *all) {
+    int32_t halves[2] = {0, 0};
+    for (int i = 0; i < TF_BLOCK; i++) {
+        halves[i / 16] += codes[i];
     }
-    return sum;
+    *all = halves[0] + halves[1];
+    return (int32_t)((uint32_t)(halves[0] & 0xffff) | (uint32_t)halves[1] << 16);
+}
+
+static void put_codes(int8_t *to, int64_t n, const int8_t *codes) {
+    for (int64_t i = 0; i < TF_BLOCK / 4; i++) {
+        memcpy(to + i * n * 4, codes + i * 4, 4);
+    }
+}
+
+/* Decides which blocks of column `at` keep their low codes, and what the codes' offset adds for the base. */
+static void settle_low(const tf_activations *a, const tf_columns *to, int64_t at) {
+    static const int8_t zeros[TF_BLOCK] = {0};
+    const int64_t n = to->n, blocks = a->width / TF_BLOCK;
+    float squares = 0.0f;
+    for (int64_t b = 0; b < blocks; b++) {
+        squares += to->scale[b * n + at] * to->scale[b * n + at];
+    }
+    const float limit = LOW_ABOVE * squares / (float)blocks;
+    for (int64_t b = 0; b < blocks; b++) {
+        const float scale = to->scale[b * n + at];
+        const bool keep = scale * scale > limit;
+        to->flags[b * TF_MAX_COLUMNS + at] = keep;
+        if (!keep) {
+            put_codes(to->low + (b * (TF_BLOCK / 4) * n + at) * 4, n, zeros);
+            to->low_sums[b * n + at] = 0;
+        }
+        const int32_t high = to->sums[b * n + at], low = to->low_sums[b * n + at];
+        const float sum = (float)(256 * ((int16_t)high + (high >> 16)) + (int16_t)low + (low >> 16));
+        to->base_offset[b * n + at] = -128.0f * sum * (scale * TF_LOW);
+    }
 }
 
 void tf_activations_quantize(const tf_activations *a, const tf_kernel *kernel, int64_t j, const float *x) {
@@ -76,17 +119,16 @@ void tf_activations_quantize(const tf_activations *a, const tf_kernel *kernel, i
     const float code_offset = tf_code_offset(a->bits);
     float offset = 0.0f;
     for (int64_t b = 0; b < a->width / TF_BLOCK; b++) {
-        int8_t codes[TF_BLOCK];
-        const float scale = kernel->quantize(x + b * TF_BLOCK, codes) / 128.0f;
-        for (int64_t i = 0; i < TF_BLOCK / 4; i++) {
-            memcpy(to.q + ((b * (TF_BLOCK / 4) + i) * n + at) * 4, codes + i * 4, 4);
-        }
-        const int32_t first = sum_16(codes), second = sum_16(codes + 16);
-        const float sum = (float)(first + second);
-        offset = (b % group_blocks == 0 ? 0.0f : offset) + code_offset * sum * scale;
+        int8_t high[TF_BLOCK], low[TF_BLOCK];
+        const float scale = kernel->quantize(x + b * TF_BLOCK, high, low) * (256.0f / 128.0f);
+        int32_t sum, low_sum;
         to.scale[b * n + at] = scale;
+        to.sums[b * n + at] = half_sums(high, &sum);
+        to.low_sums[b * n + at] = half_sums(low, &low_sum);
+        put_codes(to.q + (b * (TF_BLOCK / 4) * n + at) * 4, n, high);
+        put_codes(to.low + (b * (TF_BLOCK / 4) * n + at) * 4, n, low);
+        offset = (b % group_blocks == 0 ? 0.0f : offset) + code_offset * (float)sum * scale;
         to.offset[b / group_blocks * n + at] = offset;
-        to.base_offset[b * n + at] = -128.0f * sum * scale;
-        to.sums[b * n + at] = (int32_t)((uint32_t)(first & 0xffff) | (uint32_t)second << 16);
     }
+    settle_low(a, &to, at);
 }

@@ -12,16 +12,17 @@
 struct tf_gguf {
     struct gguf_context *keys;
     struct ggml_context *shapes; /* the tensors, without data */
+    bool is_new;                 /* not read from a file */
 };
 
-static tf_gguf *wrap(struct gguf_context *keys, struct ggml_context *shapes) {
+static tf_gguf *wrap(struct gguf_context *keys, struct ggml_context *shapes, bool is_new) {
     tf_gguf *gguf = malloc(sizeof *gguf);
     if (gguf == NULL) {
         gguf_free(keys);
         ggml_free(shapes);
         return NULL;
     }
-    *gguf = (tf_gguf){keys, shapes};
+    *gguf = (tf_gguf){keys, shapes, is_new};
     return gguf;
 }
 
@@ -32,24 +33,46 @@ tf_status tf_gguf_open(const char *path, tf_gguf **out) {
     if (keys == NULL) {
         return tf_fail(TF_ERR_FORMAT, "ggml %s cannot read it as GGUF", ggml_version());
     }
-    *out = wrap(keys, shapes);
+    *out = wrap(keys, shapes, false);
     return *out != NULL ? TF_OK : tf_fail(TF_ERR_MEMORY, "out of memory");
 }
 
-tf_status tf_gguf_new(const tf_gguf *copy_keys_of, tf_gguf **out) {
+/* An empty GGUF of this alignment. gguf_init_empty() is for 32 bytes, and setting the key later does not
+ * change what its writer does; only the reader takes the alignment from the key. */
+static struct gguf_context *empty(uint32_t alignment) {
+    static const char key[] = "general.alignment";
+    uint8_t file[4 + 4 + 8 + 8 + 8 + sizeof key - 1 + 4 + 4], *at = file;
+    const uint32_t version = GGUF_VERSION, type = GGUF_TYPE_UINT32;
+    const uint64_t tensors = 0, keys = 1, length = sizeof key - 1;
+    const struct {
+        const void *data;
+        size_t bytes;
+    } parts[] = {{GGUF_MAGIC, 4}, {&version, 4}, {&tensors, 8}, {&keys, 8},
+                 {&length, 8},    {key, length}, {&type, 4},    {&alignment, 4}};
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        memcpy(at, parts[i].data, parts[i].bytes);
+        at += parts[i].bytes;
+    }
+    return gguf_init_from_buffer(file, sizeof file, (struct gguf_init_params){true, NULL});
+}
+
+tf_status tf_gguf_new(const tf_gguf *copy_keys_of, uint32_t alignment, tf_gguf **out) {
     *out = NULL;
-    struct gguf_context *keys = gguf_init_empty();
+    if (copy_keys_of != NULL) {
+        alignment = tf_gguf_alignment(copy_keys_of);
+    }
+    struct gguf_context *keys = alignment == GGUF_DEFAULT_ALIGNMENT ? gguf_init_empty() : empty(alignment);
     /* A tensor is described by a ggml_tensor; this context holds one at a time. */
     struct ggml_context *shapes = ggml_init((struct ggml_init_params){ggml_tensor_overhead() * 2, NULL, true});
     if (keys == NULL || shapes == NULL) {
         gguf_free(keys);
         ggml_free(shapes);
-        return tf_fail(TF_ERR_MEMORY, "out of memory");
+        return tf_fail(TF_ERR_ARGUMENT, "no GGUF with an alignment of %u", alignment);
     }
     if (copy_keys_of != NULL) {
         gguf_set_kv(keys, copy_keys_of->keys);
     }
-    *out = wrap(keys, shapes);
+    *out = wrap(keys, shapes, true);
     return *out != NULL ? TF_OK : tf_fail(TF_ERR_MEMORY, "out of memory");
 }
 
@@ -78,8 +101,7 @@ tf_status tf_gguf_tensor(const tf_gguf *gguf, int64_t index, tf_tensor *out) {
 }
 
 uint64_t tf_gguf_data_offset(const tf_gguf *gguf) {
-    const size_t read = gguf_get_data_offset(gguf->keys); /* 0 where nothing was read */
-    return read > 0 ? read : gguf_get_meta_size(gguf->keys);
+    return gguf->is_new ? gguf_get_meta_size(gguf->keys) : gguf_get_data_offset(gguf->keys);
 }
 
 static tf_status find(const tf_gguf *gguf, const char *key, int64_t *id) {

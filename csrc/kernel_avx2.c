@@ -75,12 +75,29 @@ INLINE void block_dots(const uint8_t *p4, const uint8_t *p6, const uint8_t *p8, 
     }
 }
 
+/* A panel's planes. */
+typedef struct streams {
+    const uint8_t *p4, *p6, *p8;
+} streams;
+
+/* Adds block b, as x->q or x->low has it, to the sums of 8 rows and n columns. */
+INLINE void block_sums(const streams *p, int64_t b, int half, const tf_columns *x, const int8_t *q, float factor,
+                       __m256 *sums, int bits, int n) {
+    __m256i dots[MAX_COLUMNS];
+    block_dots(p->p4 + b * 256 + half * 32, p->p6 + b * 128 + half * 32, p->p8 + b * 128 + half * 32,
+               q + b * TF_BLOCK * n, dots, bits, n);
+    for (int j = 0; j < n; j++) {
+        const __m256 scale = _mm256_set1_ps(x->scale[b * n + j] * factor);
+        sums[j] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[j]), scale, sums[j]);
+    }
+}
+
 INLINE void panel_n(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tile, int bits, int n) {
     const int64_t groups = tf_groups(planes->width, planes->group);
     const int64_t blocks = planes->width / TF_BLOCK, group_blocks = planes->group / TF_BLOCK;
     const uint8_t *p4 = planes->plane4 + panel * planes->width * 8;
-    const uint8_t *p6 = bits >= 6 ? planes->plane6 + panel * planes->width * 4 : p4;
-    const uint8_t *p8 = bits == 8 ? planes->plane8 + panel * planes->width * 4 : p4;
+    const streams p = {p4, bits >= 6 ? planes->plane6 + panel * planes->width * 4 : p4,
+                       bits == 8 ? planes->plane8 + panel * planes->width * 4 : p4};
     const uint16_t *scales = planes->scales + panel * groups * TF_PANEL_ROWS;
     __m256 results[2][MAX_COLUMNS], sums[2][MAX_COLUMNS];
     for (int j = 0; j < n; j++) {
@@ -93,12 +110,9 @@ INLINE void panel_n(const tf_planes *planes, int64_t panel, const tf_columns *x,
         }
         for (; b < end; b++) {
             for (int half = 0; half < 2; half++) {
-                __m256i dots[MAX_COLUMNS];
-                block_dots(p4 + b * 256 + half * 32, p6 + b * 128 + half * 32, p8 + b * 128 + half * 32,
-                           x->q + b * TF_BLOCK * n, dots, bits, n);
-                for (int j = 0; j < n; j++) {
-                    sums[half][j] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[j]), _mm256_set1_ps(x->scale[b * n + j]),
-                                                    sums[half][j]);
+                block_sums(&p, b, half, x, x->q, 1.0f, sums[half], bits, n);
+                if (tf_has_low(x, b)) {
+                    block_sums(&p, b, half, x, x->low, TF_LOW, sums[half], bits, n);
                 }
             }
         }
@@ -158,25 +172,24 @@ INLINE void sub_block_dots(const uint8_t *packed, const int8_t *q, __m256i *dots
     }
 }
 
-/* Block b of 32 inputs, 8 rows from `half * 8` on. */
-INLINE void q2k_block(const uint8_t *super, int b, int half, const tf_columns *x, int64_t block, __m256 *sums,
-                      __m256 *mins, int n) {
+/* Block b of a super-block, 8 rows from half * 8 on; q, column_sums: of its 32 inputs, high or low. */
+INLINE void q2k_block(const uint8_t *super, int b, int half, const int8_t *q, const int32_t *column_sums,
+                      const float *scale, float factor, __m256 *sums, __m256 *mins, int n) {
     const __m128i *from = (const __m128i *)(super + 1024 + b * 32 + half * 16);
     const __m256i both = _mm256_cvtepu16_epi32(_mm_loadu_si128(from));
     const __m256i spread = _mm256_or_si256(both, _mm256_slli_epi32(both, 8));
     const __m256i nibble = _mm256_set1_epi32(0x000f000f);
     const __m256i scales = _mm256_and_si256(spread, nibble);
     const __m256i minima = _mm256_and_si256(_mm256_srli_epi32(spread, 4), nibble);
-    const int8_t *q = x->q + block * TF_BLOCK * n;
     __m256i first[MAX_COLUMNS], second[MAX_COLUMNS];
     sub_block_dots(super + b * 128 + half * 32, q, first, n);
     sub_block_dots(super + b * 128 + 64 + half * 32, q + 16 * n, second, n);
     for (int j = 0; j < n; j++) {
-        const __m256 scale = _mm256_set1_ps(x->scale[block * n + j]);
+        const __m256 unit = _mm256_set1_ps(scale[j] * factor);
         const __m256i pairs = _mm256_blend_epi16(first[j], _mm256_slli_epi32(second[j], 16), 0xaa);
-        const __m256i minimum = _mm256_madd_epi16(_mm256_set1_epi32(x->sums[block * n + j]), minima);
-        sums[j] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, scales)), scale, sums[j]);
-        mins[j] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(minimum), scale, mins[j]);
+        const __m256i minimum = _mm256_madd_epi16(_mm256_set1_epi32(column_sums[j]), minima);
+        sums[j] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, scales)), unit, sums[j]);
+        mins[j] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(minimum), unit, mins[j]);
     }
 }
 
@@ -194,7 +207,12 @@ INLINE void q2k_half(const tf_base *base, int64_t panel, int half, const tf_colu
             sums[j] = mins[j] = _mm256_setzero_ps();
         }
         for (int b = 0; b < TF_SUPER / TF_BLOCK; b++) {
-            q2k_block(super, b, half, x, s * (TF_SUPER / TF_BLOCK) + b, sums, mins, n);
+            const int64_t block = s * (TF_SUPER / TF_BLOCK) + b, q = block * TF_BLOCK * n;
+            const float *scale = x->scale + block * n;
+            q2k_block(super, b, half, x->q + q, x->sums + block * n, scale, 1.0f, sums, mins, n);
+            if (tf_has_low(x, block)) {
+                q2k_block(super, b, half, x->low + q, x->low_sums + block * n, scale, TF_LOW, sums, mins, n);
+            }
         }
         const __m128i *d = (const __m128i *)(super + 1280 + half * 16);
         const __m256 scale = _mm256_mul_ps(_mm256_cvtph_ps(_mm_loadu_si128(d)), _mm256_set1_ps(128.0f));
@@ -219,7 +237,14 @@ static void run_q2k(const tf_base *base, int64_t panel, const tf_columns *x, flo
     }
 }
 
-static float quantize(const float *x, int8_t *codes) {
+/* The low bytes of 8 integers. */
+INLINE __m128i low_bytes(__m256i v) {
+    const __m256i masked = _mm256_and_si256(v, _mm256_set1_epi32(0xff));
+    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(masked), _mm256_extracti128_si256(masked, 1));
+    return _mm_packus_epi16(words, words);
+}
+
+static float quantize(const float *x, int8_t *high, int8_t *low) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
     __m256 most = _mm256_setzero_ps(), odd = _mm256_setzero_ps();
     for (int i = 0; i < TF_BLOCK; i += 8) {
@@ -230,18 +255,19 @@ static float quantize(const float *x, int8_t *codes) {
     float parts[8], largest = 0.0f;
     _mm256_storeu_ps(parts, most);
     for (int i = 0; i < 8; i++) {
-        largest = fmaxf(largest, parts[i]);
+        largest = parts[i] > largest ? parts[i] : largest;
     }
     largest = _mm256_movemask_ps(odd) ? NAN : largest;
-    const __m256 inverse = _mm256_set1_ps(largest > 0.0f ? 127.0f / largest : 0.0f);
+    const __m256 inverse = _mm256_set1_ps(largest > 0.0f ? TF_LARGEST / largest : 0.0f);
     for (int i = 0; i < TF_BLOCK; i += 8) {
         const __m256 v = _mm256_mul_ps(_mm256_loadu_ps(x + i), inverse);
-        const __m256i whole =
-            _mm256_and_si256(_mm256_cvtps_epi32(v), _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_ORD_Q)));
-        const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
-        _mm_storel_epi64((__m128i *)(codes + i), _mm_packs_epi16(words, words));
+        const __m256i ordered = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_ORD_Q));
+        const __m256i code = _mm256_and_si256(_mm256_cvtps_epi32(v), ordered);
+        const __m256i top = _mm256_srai_epi32(_mm256_add_epi32(code, _mm256_set1_epi32(128)), 8);
+        _mm_storel_epi64((__m128i *)(high + i), low_bytes(top));
+        _mm_storel_epi64((__m128i *)(low + i), low_bytes(code)); /* the low byte is code - 256 top */
     }
-    return largest / 127.0f;
+    return largest / TF_LARGEST;
 }
 
 #ifdef TF_AVXVNNI

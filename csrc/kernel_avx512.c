@@ -51,12 +51,46 @@ INLINE void unit(const uint8_t *p4, const uint8_t *p6, const uint8_t *p8, const 
     }
 }
 
+/* A panel's planes. */
+typedef struct streams {
+    const uint8_t *p4, *p6, *p8;
+} streams;
+
+INLINE void prefetch(const streams *p, int64_t at, int bits) {
+    _mm_prefetch((const char *)(p->p4 + at * 128 + PREFETCH), _MM_HINT_T0);
+    _mm_prefetch((const char *)(p->p4 + at * 128 + 64 + PREFETCH), _MM_HINT_T0);
+    if (bits >= 6) {
+        _mm_prefetch((const char *)(p->p6 + at * 64 + PREFETCH), _MM_HINT_T0);
+    }
+    if (bits == 8) {
+        _mm_prefetch((const char *)(p->p8 + at * 64 + PREFETCH), _MM_HINT_T0);
+    }
+}
+
+/* Adds block b of 32 inputs, as x->q or x->low has them, to the sums of n columns. */
+INLINE void block_sums(const streams *p, int64_t b, const tf_columns *x, const int8_t *q, float factor, __m512 *sums,
+                       int bits, int n) {
+    __m512i dots[TF_MAX_COLUMNS];
+    for (int j = 0; j < n; j++) {
+        dots[j] = _mm512_setzero_si512();
+    }
+    for (int u = 0; u < 2; u++) {
+        const int64_t at = b * 2 + u;
+        prefetch(p, at, bits);
+        unit(p->p4 + at * 128, p->p6 + at * 64, p->p8 + at * 64, q + at * 16 * n, dots, bits, n);
+    }
+    for (int j = 0; j < n; j++) {
+        const __m512 scale = _mm512_set1_ps(x->scale[b * n + j] * factor);
+        sums[j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[j]), scale, sums[j]);
+    }
+}
+
 INLINE void panel_n(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tile, int bits, int n) {
     const int64_t groups = tf_groups(planes->width, planes->group);
     const int64_t blocks = planes->width / TF_BLOCK, group_blocks = planes->group / TF_BLOCK;
     const uint8_t *p4 = planes->plane4 + panel * planes->width * 8;
-    const uint8_t *p6 = bits >= 6 ? planes->plane6 + panel * planes->width * 4 : p4;
-    const uint8_t *p8 = bits == 8 ? planes->plane8 + panel * planes->width * 4 : p4;
+    const streams p = {p4, bits >= 6 ? planes->plane6 + panel * planes->width * 4 : p4,
+                       bits == 8 ? planes->plane8 + panel * planes->width * 4 : p4};
     const uint16_t *scales = planes->scales + panel * groups * TF_PANEL_ROWS;
     __m512 results[TF_MAX_COLUMNS];
     for (int j = 0; j < n; j++) {
@@ -69,24 +103,9 @@ INLINE void panel_n(const tf_planes *planes, int64_t panel, const tf_columns *x,
             sums[j] = _mm512_set1_ps(x->offset[g * n + j]);
         }
         for (; b < end; b++) {
-            __m512i dots[TF_MAX_COLUMNS];
-            for (int j = 0; j < n; j++) {
-                dots[j] = _mm512_setzero_si512();
-            }
-            for (int u = 0; u < 2; u++) {
-                const int64_t at = b * 2 + u;
-                _mm_prefetch((const char *)(p4 + at * 128 + PREFETCH), _MM_HINT_T0);
-                _mm_prefetch((const char *)(p4 + at * 128 + 64 + PREFETCH), _MM_HINT_T0);
-                if (bits >= 6) {
-                    _mm_prefetch((const char *)(p6 + at * 64 + PREFETCH), _MM_HINT_T0);
-                }
-                if (bits == 8) {
-                    _mm_prefetch((const char *)(p8 + at * 64 + PREFETCH), _MM_HINT_T0);
-                }
-                unit(p4 + at * 128, p6 + at * 64, p8 + at * 64, x->q + at * 16 * n, dots, bits, n);
-            }
-            for (int j = 0; j < n; j++) {
-                sums[j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[j]), _mm512_set1_ps(x->scale[b * n + j]), sums[j]);
+            block_sums(&p, b, x, x->q, 1.0f, sums, bits, n);
+            if (tf_has_low(x, b)) {
+                block_sums(&p, b, x, x->low, TF_LOW, sums, bits, n);
             }
         }
         const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(scales + g * TF_PANEL_ROWS)));
@@ -140,23 +159,23 @@ INLINE void sub_block_dots(const uint8_t *codes, const int8_t *q, __m512i *dots,
 /* 16-bit pairs A | B << 16 in each lane: what vpmaddwd takes to do both sub-blocks at once. */
 INLINE __m512i pair(__m512i a, __m512i b) { return _mm512_mask_mov_epi16(a, 0xaaaaaaaa, _mm512_slli_epi32(b, 16)); }
 
-INLINE void q2k_block(const uint8_t *super, int b, const tf_columns *x, int64_t block, __m512 *sums, __m512 *mins,
-                      int n) {
+/* Block b of a super-block; q, column_sums: of its 32 inputs, high or low. */
+INLINE void q2k_block(const uint8_t *super, int b, const int8_t *q, const int32_t *column_sums, const float *scale,
+                      float factor, __m512 *sums, __m512 *mins, int n) {
     const __m512i both = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(super + 1024 + b * 32)));
     const __m512i spread = _mm512_or_si512(both, _mm512_slli_epi32(both, 8));
     const __m512i nibble = _mm512_set1_epi32(0x000f000f);
     const __m512i scales = _mm512_and_si512(spread, nibble);
     const __m512i minima = _mm512_and_si512(_mm512_srli_epi32(spread, 4), nibble);
-    const int8_t *q = x->q + block * TF_BLOCK * n;
     __m512i first[TF_MAX_COLUMNS], second[TF_MAX_COLUMNS];
     sub_block_dots(super + b * 128, q, first, n);
     sub_block_dots(super + b * 128 + 64, q + 16 * n, second, n);
     for (int j = 0; j < n; j++) {
-        const __m512 scale = _mm512_set1_ps(x->scale[block * n + j]);
+        const __m512 unit = _mm512_set1_ps(scale[j] * factor);
         const __m512i dot = _mm512_madd_epi16(pair(first[j], second[j]), scales);
-        const __m512i minimum = _mm512_madd_epi16(_mm512_set1_epi32(x->sums[block * n + j]), minima);
-        sums[j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, sums[j]);
-        mins[j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(minimum), scale, mins[j]);
+        const __m512i minimum = _mm512_madd_epi16(_mm512_set1_epi32(column_sums[j]), minima);
+        sums[j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), unit, sums[j]);
+        mins[j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(minimum), unit, mins[j]);
     }
 }
 
@@ -176,7 +195,11 @@ INLINE void q2k_n(const tf_base *base, int64_t panel, const tf_columns *x, float
             _mm_prefetch((const char *)(super + b * 168 + PREFETCH), _MM_HINT_T0);
             _mm_prefetch((const char *)(super + b * 168 + 64 + PREFETCH), _MM_HINT_T0);
             _mm_prefetch((const char *)(super + b * 168 + 128 + PREFETCH), _MM_HINT_T0);
-            q2k_block(super, b, x, s * (TF_SUPER / TF_BLOCK) + b, sums, mins, n);
+            const int64_t block = s * (TF_SUPER / TF_BLOCK) + b, q = block * TF_BLOCK * n;
+            q2k_block(super, b, x->q + q, x->sums + block * n, x->scale + block * n, 1.0f, sums, mins, n);
+            if (tf_has_low(x, block)) {
+                q2k_block(super, b, x->low + q, x->low_sums + block * n, x->scale + block * n, TF_LOW, sums, mins, n);
+            }
         }
         const __m256i *halves = (const __m256i *)(super + 1280);
         const __m512 d = _mm512_mul_ps(_mm512_cvtph_ps(_mm256_loadu_si256(halves)), _mm512_set1_ps(128.0f));
@@ -203,19 +226,21 @@ static void run_q2k(const tf_base *base, int64_t panel, const tf_columns *x, flo
     }
 }
 
-static float quantize(const float *x, int8_t *codes) {
+static float quantize(const float *x, int8_t *high, int8_t *low) {
     const __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
     float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
     if (_mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q)) {
         largest = NAN;
     }
-    const __m512 inverse = _mm512_set1_ps(largest > 0.0f ? 127.0f / largest : 0.0f);
+    const __m512 inverse = _mm512_set1_ps(largest > 0.0f ? TF_LARGEST / largest : 0.0f);
     const __m512 parts[2] = {_mm512_mul_ps(a, inverse), _mm512_mul_ps(b, inverse)};
     for (int i = 0; i < 2; i++) {
-        const __m512i whole = _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(parts[i], parts[i], _CMP_ORD_Q), parts[i]);
-        _mm_storeu_si128((__m128i *)(codes + i * 16), _mm512_cvtsepi32_epi8(whole));
+        const __m512i code = _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(parts[i], parts[i], _CMP_ORD_Q), parts[i]);
+        const __m512i top = _mm512_srai_epi32(_mm512_add_epi32(code, _mm512_set1_epi32(128)), 8);
+        _mm_storeu_si128((__m128i *)(high + i * 16), _mm512_cvtepi32_epi8(top));
+        _mm_storeu_si128((__m128i *)(low + i * 16), _mm512_cvtepi32_epi8(code)); /* the low byte is code - 256 top */
     }
-    return largest / 127.0f;
+    return largest / TF_LARGEST;
 }
 
 static bool supported(void) {

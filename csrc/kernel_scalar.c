@@ -18,11 +18,11 @@ static inline int32_t code(const tf_planes *planes, int64_t panel, int64_t lane,
     return value;
 }
 
-static int32_t dot(const tf_planes *planes, int64_t panel, int64_t lane, int64_t block, const tf_columns *x,
+static int32_t dot(const tf_planes *planes, int64_t panel, int64_t lane, int64_t block, const int8_t *q, int32_t n,
                    int32_t j) {
     int32_t sum = 0;
     for (int64_t i = block * TF_BLOCK; i < (block + 1) * TF_BLOCK; i++) {
-        sum += code(planes, panel, lane, i) * x->q[(i / 4 * x->n + j) * 4 + i % 4];
+        sum += code(planes, panel, lane, i) * q[(i / 4 * n + j) * 4 + i % 4];
     }
     return sum;
 }
@@ -37,7 +37,11 @@ static void run(const tf_planes *planes, int64_t panel, const tf_columns *x, flo
             for (int64_t g = 0; g < groups; g++) {
                 float sum = x->offset[g * x->n + j];
                 for (int64_t b = g * group_blocks; b < blocks && b < (g + 1) * group_blocks; b++) {
-                    sum = fmaf((float)dot(planes, panel, lane, b, x, j), x->scale[b * x->n + j], sum);
+                    const float scale = x->scale[b * x->n + j];
+                    sum = fmaf((float)dot(planes, panel, lane, b, x->q, x->n, j), scale, sum);
+                    if (tf_has_low(x, b)) {
+                        sum = fmaf((float)dot(planes, panel, lane, b, x->low, x->n, j), scale * TF_LOW, sum);
+                    }
                 }
                 result = fmaf(sum, tf_half_to_float(scales[g * TF_PANEL_ROWS + lane]), result);
             }
@@ -50,26 +54,36 @@ static int32_t q2k_code(const uint8_t *super, int64_t lane, int64_t input) {
     return super[input / 16 * 64 + lane * 4 + input % 4] >> (input / 4 % 4 * 2) & 3;
 }
 
+typedef struct q2k_sums {
+    float sum, mins;
+} q2k_sums;
+
+/* Adds a block of 32 inputs of one row and column. */
+static q2k_sums q2k_block(q2k_sums to, const uint8_t *super, int64_t lane, int64_t b, const int8_t *q, int32_t n,
+                          int32_t sums, float scale) {
+    const uint8_t *scales = super + 1024 + b * 32 + lane * 2;
+    int32_t total = 0;
+    for (int64_t i = 0; i < TF_BLOCK; i++) {
+        total += q2k_code(super, lane, b * TF_BLOCK + i) * (scales[i / 16] & 15) * q[i / 4 * 4 * n + i % 4];
+    }
+    const int32_t minimum = (scales[0] >> 4) * (int16_t)sums + (scales[1] >> 4) * (sums >> 16);
+    return (q2k_sums){fmaf((float)total, scale, to.sum), fmaf((float)minimum, scale, to.mins)};
+}
+
 /* Adds 256 inputs of one row and column to `tile`. */
 static float q2k_super(const uint8_t *super, int64_t lane, const tf_columns *x, int64_t s, int32_t j, float tile) {
     const uint16_t *d = (const uint16_t *)(const void *)(super + 1280);
-    float sum = 0.0f, mins = 0.0f;
+    q2k_sums sums = {0.0f, 0.0f};
     for (int64_t b = 0; b < TF_SUPER / TF_BLOCK; b++) {
-        const int64_t block = s * (TF_SUPER / TF_BLOCK) + b;
-        const uint8_t *scales = super + 1024 + b * 32 + lane * 2;
-        int32_t total = 0;
-        for (int64_t i = 0; i < TF_BLOCK; i++) {
-            const int64_t input = block * TF_BLOCK + i;
-            const int32_t q = x->q[(input / 4 * x->n + j) * 4 + input % 4];
-            total += q2k_code(super, lane, b * TF_BLOCK + i) * (scales[i / 16] & 15) * q;
+        const int64_t block = s * (TF_SUPER / TF_BLOCK) + b, at = block * x->n + j;
+        const int64_t first = (block * (TF_BLOCK / 4) * x->n + j) * 4;
+        sums = q2k_block(sums, super, lane, b, x->q + first, x->n, x->sums[at], x->scale[at]);
+        if (tf_has_low(x, block)) {
+            sums = q2k_block(sums, super, lane, b, x->low + first, x->n, x->low_sums[at], x->scale[at] * TF_LOW);
         }
-        const int32_t sums = x->sums[block * x->n + j];
-        const int32_t minimum = (scales[0] >> 4) * (int16_t)sums + (scales[1] >> 4) * (sums >> 16);
-        sum = fmaf((float)total, x->scale[block * x->n + j], sum);
-        mins = fmaf((float)minimum, x->scale[block * x->n + j], mins);
     }
-    tile = fmaf(tf_half_to_float(d[lane]) * 128.0f, sum, tile);
-    return fmaf(tf_half_to_float(d[TF_PANEL_ROWS + lane]) * -128.0f, mins, tile);
+    tile = fmaf(tf_half_to_float(d[lane]) * 128.0f, sums.sum, tile);
+    return fmaf(tf_half_to_float(d[TF_PANEL_ROWS + lane]) * -128.0f, sums.mins, tile);
 }
 
 static void run_q2k(const tf_base *base, int64_t panel, const tf_columns *x, float *tile) {
@@ -86,18 +100,20 @@ static void run_q2k(const tf_base *base, int64_t panel, const tf_columns *x, flo
     }
 }
 
-static float quantize(const float *x, int8_t *codes) {
+static float quantize(const float *x, int8_t *high, int8_t *low) {
     float largest = 0.0f;
     for (int i = 0; i < TF_BLOCK; i++) {
         const float magnitude = fabsf(x[i]);
         largest = magnitude > largest || isnan(magnitude) ? magnitude : largest;
     }
-    const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+    const float inverse = largest > 0.0f ? TF_LARGEST / largest : 0.0f;
     for (int i = 0; i < TF_BLOCK; i++) {
-        const float code = nearbyintf(x[i] * inverse);
-        codes[i] = code >= -127.0f && code <= 127.0f ? (int8_t)code : 0; /* NaN: the scale carries it on */
+        const float value = nearbyintf(x[i] * inverse);
+        const int32_t code = fabsf(value) <= TF_LARGEST ? (int32_t)value : 0; /* NaN: the scale carries it on */
+        high[i] = (int8_t)((code + 128) >> 8);
+        low[i] = (int8_t)(code - high[i] * 256);
     }
-    return largest / 127.0f;
+    return largest / TF_LARGEST;
 }
 
 static bool always(void) { return true; }

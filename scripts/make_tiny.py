@@ -76,6 +76,8 @@ ARCHS: dict[str, Arch] = {
 
 @dataclass(frozen=True)
 class Sizes:
+    """Dimensions of a model."""
+
     layers: int
     width: int
     ff: int
@@ -286,9 +288,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tied", action="store_true", help="no output.weight: the embeddings are the head")
     a = parser.parse_args(argv)
     try:
-        write_tiny(
-            a.out, a.arch, seed=a.seed, layers=a.layers, width=a.width, ff=a.ff, file_type=a.type, tied=a.tied
-        )
+        write_tiny(a.out, a.arch, seed=a.seed, layers=a.layers, width=a.width, ff=a.ff, file_type=a.type, tied=a.tied)
     except (TinyError, OSError) as error:
         print(f"make_tiny: {error}", file=sys.stderr)
         return 1

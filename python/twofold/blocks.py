@@ -116,6 +116,7 @@ class Planes:
     plane4: Bytes
     plane6: Bytes | None = None
     plane8: Bytes | None = None
+    owner: object = None  # keeps memory alive that the arrays are views of
 
     def parts(self) -> dict[str, Bytes]:
         """Return the arrays by the suffix of their tensors in a residual file."""
@@ -187,7 +188,8 @@ class BaseMatrix:
     def c_struct(self) -> Any:
         """Return a tf_base_data that points into the array."""
         if self.data.size != self.rows * self.kind.row_bytes(self.width):
-            raise errors.ArgumentError(f"{self.data.size} bytes do not hold {self.rows} x {self.width} {self.kind.name}")
+            shape = f"{self.rows} x {self.width} {self.kind.name}"
+            raise errors.ArgumentError(f"{self.data.size} bytes do not hold {shape}")
         c = ffi.new("tf_base_data *", {"type": self.kind.id, "rows": self.rows, "width": self.width})
         c.data = bytes_pointer(self.data)
         return c

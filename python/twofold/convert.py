@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,13 +21,11 @@ from twofold.blocks import (
     plane_bytes,
     quantize,
 )
-from twofold.layout import PANEL_ROWS, Split
+from twofold.layout import Split
 from twofold.metadata import Gguf, fingerprint
-from twofold.output import OutputFile, writing
+from twofold.output import OutputFile, check_output, in_flight, row_chunks, writing
 from twofold.pairfile import base_path, residual_path
 from twofold.source import Source
-
-CHUNK_WEIGHTS = 1 << 21  # 8 MB as float32; each thread holds about five such arrays
 
 
 @dataclass
@@ -111,12 +109,11 @@ def convert(
         for NaN or infinity among the weights.
     """
     layout.check_base_type(base_type)
-    plane_check = (bits in (4, 6, 8), group % 32 == 0 and 32 <= group <= 1024)
-    if not all(plane_check):
-        raise errors.ArgumentError(f"residual bits {bits}, group {group}: 4, 6 or 8 and a multiple of 32 up to 1024")
+    layout.check_residual(bits, group)
     model = Source(source)
     result = Conversion(base_path(name), residual_path(base_path(name)), bits, group, [])
-    _check_outputs(result, model, force)
+    for path in (result.base, result.residual):
+        check_output(path, model.paths, force)
     decoder.check_architecture(source)
     result.splits = layout.plan(model, base_type)
     halved = [split for split in result.splits if split.residual]
@@ -132,16 +129,6 @@ def convert(
     return result
 
 
-def _check_outputs(result: Conversion, model: Source, force: bool) -> None:
-    for path in (result.base, result.residual):
-        if any(path.exists() and path.samefile(part) for part in model.paths):
-            raise errors.ArgumentError(f"{path}: the output is the source itself; choose another name")
-        if path.exists() and not force:
-            raise errors.ArgumentError(f"{path}: is already there; choose another name or use --force")
-    if not result.base.absolute().parent.is_dir():
-        raise errors.FileAccessError(f"{result.base.absolute().parent}: no such folder")
-
-
 def _reasons(splits: list[Split]) -> str:
     return ", ".join(sorted({split.reason for split in splits}))
 
@@ -153,7 +140,7 @@ def _write_tensors(
     bar = tqdm(total=total, unit="weights", unit_scale=True, disable=not progress, smoothing=0.05)
     with bar, ThreadPoolExecutor(workers) as pool:
         tasks = _tasks(result, base_file, residual_file, pool)
-        for split, chunk_error, weights in _in_flight(tasks, 2 * workers):
+        for split, chunk_error, weights in in_flight(tasks, 2 * workers):
             if split.residual:
                 result.errors.setdefault(split.base.name, Error()).add(chunk_error)
             bar.set_postfix_str(split.base.name, refresh=False)
@@ -172,17 +159,6 @@ Done = tuple[Split, Error, int]
 Rows = tuple[Split, int, int, int]  # expert, first row, last row
 
 
-def _in_flight(tasks: Iterator[Future[Done]], limit: int) -> Iterator[Done]:
-    """Keep at most `limit` chunks in memory."""
-    running: set[Future[Done]] = set()
-    for task in tasks:
-        running.add(task)
-        while len(running) >= limit:
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            yield from (future.result() for future in done)
-    yield from (future.result() for future in running)
-
-
 def _tasks(
     result: Conversion, base_file: OutputFile, residual_file: OutputFile, pool: ThreadPoolExecutor
 ) -> Iterator[Future[Done]]:
@@ -190,12 +166,8 @@ def _tasks(
         if not split.residual:
             yield pool.submit(_copy, split, base_file)
             continue
-        experts, rows, width = split.matrix
-        step = max(PANEL_ROWS, CHUNK_WEIGHTS // width // PANEL_ROWS * PANEL_ROWS)
-        for expert in range(experts):
-            for first in range(0, rows, step):
-                last = min(first + step, rows)
-                yield pool.submit(_split, result, (split, expert, first, last), base_file, residual_file)
+        for chunk in row_chunks(split.matrix):
+            yield pool.submit(_split, result, (split, *chunk), base_file, residual_file)
 
 
 def _copy(split: Split, base_file: OutputFile) -> Done:

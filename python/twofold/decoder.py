@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
-from llama_cpp import _internals, _logger
+from llama_cpp import _internals
 
 from twofold import errors
 from twofold._native import Floats
@@ -48,7 +49,7 @@ def check_architecture(path: Path) -> None:
     UnsupportedError
         naming the architecture and the reason.
     """
-    _logger.set_verbose(False)
+    quiet_log()
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = True
     model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
@@ -68,6 +69,7 @@ def _refuse_unsupported(model: Any, path: Path) -> None:
         "it has no decoder": not llama_cpp.llama_model_has_decoder(model),
         "its recurrent state cannot be rolled back yet": llama_cpp.llama_model_is_recurrent(model)
         or llama_cpp.llama_model_is_hybrid(model),
+        "it makes embeddings, not text": _is_embedding_model(model, name.value.decode()),
         "it is a diffusion model": llama_cpp.llama_model_is_diffusion(model),
     }
     for reason, applies in reasons.items():
@@ -75,6 +77,14 @@ def _refuse_unsupported(model: Any, path: Path) -> None:
             raise errors.UnsupportedError(
                 f"{path}: architecture {name.value.decode()} is not supported: {reason}; run it with llama.cpp itself"
             )
+
+
+def _is_embedding_model(model: Any, architecture: str) -> bool:
+    """Whether attention looks both ways, as files say of BERT-like models."""
+    causal = ctypes.create_string_buffer(16)
+    key = f"{architecture}.attention.causal".encode()
+    llama_cpp.llama_model_meta_val_str(model, key, causal, len(causal))
+    return causal.value == b"false" or "bert" in architecture or "embed" in architecture
 
 
 class BaseLlama(llama_cpp.Llama):  # type: ignore[misc]
@@ -206,9 +216,18 @@ def end_of_generation(llama: Any, token: int) -> bool:
     return bool(llama_cpp.llama_vocab_is_eog(llama._model.vocab, token))
 
 
-def quiet_internals() -> None:
-    """Keep llama.cpp's log off the terminal, errors excepted."""
-    _logger.set_verbose(False)
+LOG_ERROR = 4  # enum ggml_log_level; llama_cpp takes 3, a warning, for it and so shows warnings and hides errors
+
+
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+def _show_errors(level: int, message: bytes, _: Any) -> None:
+    if level == LOG_ERROR:
+        print(message.decode("utf-8", "replace"), end="", flush=True, file=sys.stderr)
+
+
+def quiet_log() -> None:
+    """Keep llama.cpp's log off standard error, errors excepted."""
+    llama_cpp.llama_log_set(_show_errors, None)
 
 
 def make_sampler(llama: Any, **settings: Any) -> _internals.LlamaSampler:

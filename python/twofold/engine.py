@@ -57,7 +57,7 @@ class Residual:
             name: np.frombuffer(ffi.buffer(getattr(c, name), plane_bytes(c.rows, c.width, c.group, name)), np.uint8)
             for name in part_names(self.bits)
         }
-        return Planes(c.rows, c.width, c.group, self.bits, **parts)
+        return Planes(c.rows, c.width, c.group, self.bits, **parts, owner=self)
 
 
 class Engine:

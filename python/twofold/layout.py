@@ -121,9 +121,8 @@ def base_header(source: Source, splits: list[Split]) -> Gguf:
 
 def residual_header(splits: list[Split], bits: int, group: int, fingerprints: list[int], base_name: str) -> Gguf:
     """Keys and tensor list of the residual file; `splits` are those with a residual."""
-    gguf = Gguf()
+    gguf = Gguf(alignment=64)
     gguf.set("general.architecture", "twofold-residual")
-    gguf.set("general.alignment", 64)
     gguf.set("twofold.format_version", FORMAT_VERSION)
     gguf.set("twofold.bits", bits)
     gguf.set("twofold.group", group)

@@ -42,8 +42,10 @@ class Tensor:
 class Gguf:
     """Keys and tensor list of a GGUF file, by ggml's own reader and writer."""
 
-    def __init__(self, path: str | os.PathLike[str] | None = None, keys_of: Gguf | None = None) -> None:
-        """Open `path`, or start a new file with the keys of another.
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, keys_of: Gguf | None = None, alignment: int = 32
+    ) -> None:
+        """Open `path`, or start a new file: with keys and alignment of another, or with none and this alignment.
 
         Raises
         ------
@@ -52,7 +54,7 @@ class Gguf:
         """
         out = ffi.new("tf_gguf **")
         if path is None:
-            check(lib.tf_gguf_new(keys_of._c if keys_of else ffi.NULL, out))
+            check(lib.tf_gguf_new(keys_of._c if keys_of else ffi.NULL, alignment, out))
         else:
             _check_magic(Path(path))
             check(lib.tf_gguf_open(os.fsencode(path), out), str(path))
@@ -67,7 +69,9 @@ class Gguf:
             shape = list(out.ne)
             while len(shape) > 1 and shape[-1] == 1:
                 shape.pop()
-            yield Tensor(text(out.name), ggml_type(out.type), tuple(reversed(shape)), data_offset + out.offset, out.bytes)
+            yield Tensor(
+                text(out.name), ggml_type(out.type), tuple(reversed(shape)), data_offset + out.offset, out.bytes
+            )
 
     def integer(self, key: str, default: int | None = None) -> int:
         """Value of an integer or bool key; MissingError if there is neither key nor default."""

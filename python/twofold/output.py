@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from twofold import errors
 from twofold._native import Bytes
+from twofold.layout import PANEL_ROWS
 from twofold.metadata import Gguf
+
+CHUNK_WEIGHTS = 1 << 21  # 8 MB as float32; each thread holds about five such arrays
+Done = TypeVar("Done")
 
 
 class OutputFile:
@@ -43,19 +49,20 @@ class OutputFile:
             written = os.pwrite(self._file, view, offset)
             view, offset = view[written:], offset + written
 
+    def sync(self) -> None:
+        """Wait until the data is on the disk."""
+        os.fsync(self._file)
+
     def finish(self) -> None:
         """Give the file its name."""
-        os.fsync(self._file)
-        os.close(self._file)
-        self._file = -1
         os.replace(self.temporary, self.path)
 
     def discard(self) -> None:
-        """Remove what was written, unless the file is finished."""
+        """Close the file; remove what was written, unless it is finished."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-            self.temporary.unlink(missing_ok=True)
+        self.temporary.unlink(missing_ok=True)
 
 
 def _end(value: int, alignment: int) -> int:
@@ -79,6 +86,8 @@ def writing(files: dict[Path, Gguf]) -> Iterator[list[OutputFile]]:
         _check_space(folder, sum(output.bytes for output in outputs))
         yield outputs
         for output in outputs:
+            output.sync()
+        for output in outputs:  # nothing slow between the renames, where a signal would leave one of two files
             output.finish()
     except OSError as error:
         needed = sum(output.bytes for output in outputs)
@@ -94,3 +103,39 @@ def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(0, f"the disk has {free / 1e9:.2f} GB free")
+
+
+def check_output(path: Path, inputs: Iterable[Path], force: bool) -> None:
+    """Refuse to write over a file that is read, over any file without `force`, or into no folder.
+
+    Raises
+    ------
+    ArgumentError, FileAccessError
+        naming the path.
+    """
+    if any(path.exists() and path.samefile(part) for part in inputs):
+        raise errors.ArgumentError(f"{path}: the output is the source itself; choose another name")
+    if path.exists() and not force:
+        raise errors.ArgumentError(f"{path}: is already there; choose another name or use --force")
+    if not path.absolute().parent.is_dir():
+        raise errors.FileAccessError(f"{path.absolute().parent}: no such folder")
+
+
+def row_chunks(matrix: tuple[int, int, int]) -> Iterator[tuple[int, int, int]]:
+    """Yield ``(expert, first row, last row)`` of pieces of `matrix`, each of whole panels but the last."""
+    experts, rows, width = matrix
+    step = max(PANEL_ROWS, CHUNK_WEIGHTS // width // PANEL_ROWS * PANEL_ROWS)
+    for expert in range(experts):
+        for first in range(0, rows, step):
+            yield expert, first, min(first + step, rows)
+
+
+def in_flight(tasks: Iterator[Future[Done]], limit: int) -> Iterator[Done]:
+    """Yield results as they come, with at most `limit` chunks in memory."""
+    running: set[Future[Done]] = set()
+    for task in tasks:
+        running.add(task)
+        while len(running) >= limit:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
+    yield from (future.result() for future in running)

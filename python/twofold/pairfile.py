@@ -64,8 +64,8 @@ def open_pair(base: Path, residual: Path | None = None) -> Pair:
     path = residual or residual_path(base)
     if not path.exists():
         raise errors.FileAccessError(
-            f"{path}: the residual of {base} is missing; convert the model with twofold convert, give residual_path, "
-            "or run the base alone with residual_bits=0"
+            f"{path}: the residual of {base} is missing; convert the model with twofold convert, say where it is "
+            "(residual_path, --residual), or run the base alone with residual_bits=0"
         )
     opened = Residual(path)
     tensors = tuple(gguf.tensors())

@@ -1,0 +1,206 @@
+"""The `twofold` command: subcommands, exit statuses and signals."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import twofold
+from twofold import commands, conversation, errors
+from twofold.decoder import quiet_log
+from twofold.merge import FILE_TYPES
+
+Parsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+_INTERRUPTED, _BROKEN_PIPE, _TERMINATED = 130, 141, 143
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Parameters
+    ----------
+    argv
+        Arguments without the program's name; default: those of the process.
+
+    Returns
+    -------
+    int
+        Exit status: 0, 1 after an error, 130 after Ctrl-C, 141 if the reader of standard output went away.
+
+    Raises
+    ------
+    SystemExit
+        with 2 for a command line that is not understood, 143 on SIGTERM, 0 after ``--help`` and ``--version``.
+    """
+    arguments = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character still shows the others
+    quiet_log()
+    try:
+        with _terminable():
+            status: int = arguments.run(arguments)
+            sys.stdout.flush()
+            return status
+    except errors.TwofoldError as error:
+        if os.environ.get("TWOFOLD_DEBUG") == "1":
+            raise
+        print(f"twofold: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        return _BROKEN_PIPE
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit, so that temporary files are removed."""
+    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+        yield
+        return
+
+    def leave(*_: Any) -> None:
+        raise SystemExit(_TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# ---- arguments ---------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="twofold",
+        description="Run a language model as a base that drafts and a residual that completes it.",
+        epilog="example: twofold convert model.Q8_0.gguf model && twofold generate model.base.gguf -p 'Hello'",
+    )
+    parser.add_argument("--version", action="version", version=f"twofold {twofold.__version__}")
+    parsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in (_add_convert, _add_inspect, _add_generate, _add_chat, _add_merge, _add_info):
+        add(parsers)
+    return parser
+
+
+def _command(
+    parsers: Parsers, name: str, run: Callable[[argparse.Namespace], int], about: str, example: str
+) -> argparse.ArgumentParser:
+    parser = parsers.add_parser(
+        name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=f"example: twofold {name} {example}"
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _number(kind: Callable[[str], Any], least: float, most: float = float("inf")) -> Callable[[str], Any]:
+    """Return an argparse type for numbers from `least` to `most`."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= most:
+            bounds = f"from {least:g} to {most:g}" if most != float("inf") else f"{least:g} or more"
+            raise argparse.ArgumentTypeError(f"{text!r}: {'an integer' if kind is int else 'a number'}, {bounds}")
+        return value
+
+    return parse
+
+
+def _add_convert(parsers: Parsers) -> None:
+    about = "convert a GGUF model into NAME.base.gguf and NAME.residual.gguf"
+    parser = _command(parsers, "convert", commands.convert, about, "model.Q8_0.gguf model --residual-bits 6")
+    parser.add_argument(
+        "source", metavar="SRC", help="GGUF file (first part of a split one), or hf://ORG/REPO/FILE.gguf"
+    )
+    parser.add_argument("name", metavar="NAME", help="path of the pair, without the endings")
+    parser.add_argument("--base", default="auto", metavar="TYPE", help="ggml type of the base (default: auto: q2_k)")
+    bits = "bits of the residual that are written; fewer can be used later (default: 8)"
+    parser.add_argument("--residual-bits", type=int, choices=(4, 6, 8), default=8, help=bits)
+    parser.add_argument("--group", type=int, default=128, metavar="N", help="weights that share a scale (default: 128)")
+    parser.add_argument("--threads", type=_number(int, 1), metavar="N", help="default: one for each CPU")
+    _add_writing(parser)
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+
+def _add_writing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--force", action="store_true", help="replace files that are there")
+    parser.add_argument("--progress", action="store_true", help="show the progress bar even if stderr is no terminal")
+
+
+def _add_inspect(parsers: Parsers) -> None:
+    about = "show what is in a pair"
+    parser = _command(parsers, "inspect", commands.inspect, about, "model.base.gguf --tensors")
+    _add_pair(parser)
+    parser.add_argument("--tensors", action="store_true", help="list every tensor too")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_pair(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("base", metavar="BASE", help="NAME.base.gguf")
+    parser.add_argument("--residual", metavar="PATH", help="default: NAME.residual.gguf beside the base")
+
+
+def _add_generate(parsers: Parsers) -> None:
+    about = "continue a prompt"
+    parser = _command(parsers, "generate", conversation.generate, about, "model.base.gguf -p 'Tell a story.' -n 200")
+    _add_model(parser)
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("-p", "--prompt", metavar="PROMPT", help="the prompt; - reads it from standard input")
+    prompt.add_argument("-f", "--file", metavar="FILE", help="file with the prompt")
+    parser.add_argument("-n", "--tokens", type=_number(int, 1), default=128, help="most tokens (default: 128)")
+    parser.add_argument("--raw", action="store_true", help="do not put the prompt into the model's chat template")
+    parser.add_argument("--json", action="store_true", help="print text, tokens and stats as one JSON document")
+
+
+def _add_chat(parsers: Parsers) -> None:
+    about = "talk with the model; /reset starts anew, /quit or Ctrl-D ends, Ctrl-C stops an answer"
+    parser = _command(parsers, "chat", conversation.chat, about, "model.base.gguf --system 'Be brief.' --temp 0.7")
+    _add_model(parser)
+    parser.add_argument("-n", "--tokens", type=_number(int, 1), help="most tokens of an answer (default: no limit)")
+    parser.add_argument("--stats", action="store_true", help="print a line of statistics after each answer")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    _add_pair(parser)
+    add = parser.add_argument
+    add("--draft", type=int, default=4, metavar="N", help="tokens drafted before each check, 0 to 32 (default: 4)")
+    add("--residual-bits", type=int, choices=(0, 4, 6, 8), help="bits verified with; 0: base alone (default: all)")
+    add("--temp", type=_number(float, 0), default=0.0, help="temperature (default: 0: greedy, the likeliest token)")
+    add("--top-k", type=_number(int, 0), default=40, help="sample from the K likeliest; 0: all (default: 40)")
+    add("--top-p", type=_number(float, 0, 1), default=0.95, help="sample from this share (default: 0.95)")
+    add("--min-p", type=_number(float, 0, 1), default=0.05, help="least share of the likeliest's (default: 0.05)")
+    add("--repeat-penalty", type=_number(float, 0), default=1.0, help="1: none (default)")
+    add("--seed", type=_number(int, 0, 2**32 - 1), help="of the sampler (default: random)")
+    add("--ctx", type=_number(int, 0), default=4096, help="tokens of context; 0: the model's own (default: 4096)")
+    add("--threads", type=_number(int, 1), metavar="N", help="default: one for each core")
+    add("--gpu-layers", type=_number(int, -1), default=-1, metavar="N", help="layers in VRAM (default: -1: all)")
+    add("--system", metavar="TEXT", help="system message")
+
+
+def _add_merge(parsers: Parsers) -> None:
+    about = "add the residual to the base for good, as one ordinary GGUF file"
+    parser = _command(parsers, "merge", commands.merge, about, "model.base.gguf model.f16.gguf --type f16")
+    _add_pair(parser)
+    parser.add_argument("out", metavar="OUT", help="file to write")
+    parser.add_argument("--type", choices=tuple(FILE_TYPES), default="f16", help="of the merged tensors (default: f16)")
+    parser.add_argument("--residual-bits", type=int, choices=(4, 6, 8), help="bits to merge (default: all in the file)")
+    _add_writing(parser)
+
+
+def _add_info(parsers: Parsers) -> None:
+    about = "show versions, CPU, kernels and devices"
+    parser = _command(parsers, "info", commands.info, about, "--json")
+    parser.add_argument("--json", action="store_true", help="print JSON")

@@ -1,0 +1,74 @@
+"""Subcommands about files and this machine: convert, inspect, merge, info."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from twofold import hub, report
+from twofold import info as machine
+from twofold.convert import convert as convert_model
+from twofold.merge import merge as merge_pair
+from twofold.pairfile import open_pair
+
+
+def convert(arguments: Namespace) -> int:
+    """Run ``twofold convert``."""
+    done = convert_model(
+        hub.resolve(arguments.source),
+        Path(arguments.name),
+        base_type=arguments.base,
+        bits=arguments.residual_bits,
+        group=arguments.group,
+        threads=arguments.threads,
+        force=arguments.force,
+        progress=_progress(arguments),
+    )
+    found = report.converted(done)
+    print(json.dumps(report.as_dict(found)) if arguments.json else report.render(found))
+    return 0
+
+
+def inspect(arguments: Namespace) -> int:
+    """Run ``twofold inspect``."""
+    found = report.inspect(open_pair(Path(arguments.base), _path(arguments.residual)))
+    if arguments.json:
+        print(json.dumps(report.as_dict(found, with_tensors=arguments.tensors)))
+    else:
+        print(report.render(found, with_tensors=arguments.tensors))
+    return 0
+
+
+def merge(arguments: Namespace) -> int:
+    """Run ``twofold merge``."""
+    done = merge_pair(
+        Path(arguments.base),
+        Path(arguments.out),
+        type=arguments.type,
+        residual=_path(arguments.residual),
+        bits=arguments.residual_bits,
+        force=arguments.force,
+        progress=_progress(arguments),
+    )
+    print(
+        f"{done.path}: {report.size(done.path.stat().st_size)}, {done.completed} tensors of base + {done.bits}-bit "
+        f"residual as {done.type}, {done.copied} copied"
+    )
+    return 0
+
+
+def info(arguments: Namespace) -> int:
+    """Run ``twofold info``."""
+    found = machine.collect()
+    print(json.dumps(found) if arguments.json else machine.render(found))
+    return 0
+
+
+def _path(text: str | None) -> Path | None:
+    return Path(text) if text else None
+
+
+def _progress(arguments: Namespace) -> bool:
+    return bool(arguments.progress) or sys.stderr.isatty()

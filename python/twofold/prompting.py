@@ -1,0 +1,168 @@
+"""From messages to tokens and from tokens to text, for the command line.
+
+Next to decoder.py and devices.py the only module that uses llama_cpp: its chat formatter, and its pieces of tokens.
+"""
+
+from __future__ import annotations
+
+import codecs
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jinja2
+import llama_cpp
+from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+from twofold import errors
+from twofold.decoder import LOG_ERROR, end_of_generation, quiet_log
+from twofold.llama import Llama
+
+_TEMPLATE = "tokenizer.chat_template"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings of the sampler, named as `Llama.generate` names them; temperature 0 takes the likeliest token."""
+
+    temp: float = 0.0
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+
+
+_load_errors: list[str] = []
+
+
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+def _hold_errors(level: int, text: bytes, _: Any) -> None:
+    if level == LOG_ERROR:
+        _load_errors.append(text.decode("utf-8", "replace").strip())
+
+
+def load(path: str, **arguments: Any) -> Llama:
+    """Load a pair, with llama_cpp's exceptions turned into ours.
+
+    Raises
+    ------
+    FormatError
+        if llama.cpp cannot load the base, or cannot make a context for it; with what llama.cpp says about it.
+    TwofoldError
+        for everything that :class:`twofold.Llama` refuses.
+    """
+    _load_errors.clear()
+    llama_cpp.llama_log_set(_hold_errors, None)  # llama_cpp sends what is shown meanwhile to /dev/null
+    try:
+        return Llama(path, verbose=False, **arguments)
+    except errors.TwofoldError:
+        raise
+    except (ValueError, RuntimeError) as error:  # llama_cpp's own exceptions
+        raise errors.FormatError(
+            f"{path}: llama.cpp cannot load it: {_load_errors[0] if _load_errors else error}; is it NAME.base.gguf of "
+            "twofold convert, and is there memory for the context (--ctx)?"
+        ) from error
+    finally:
+        quiet_log()
+
+
+def has_template(llm: Llama) -> bool:
+    """Whether the model comes with a chat template."""
+    return _TEMPLATE in llm.metadata
+
+
+def chat_tokens(llm: Llama, messages: Sequence[dict[str, str]]) -> list[int]:
+    """Tokens of a conversation in the model's chat template, up to where the answer begins.
+
+    Raises
+    ------
+    ArgumentError
+        if the model has no template, or its template refuses the messages.
+    """
+    if not has_template(llm):
+        raise errors.ArgumentError("the model has no chat template; give it plain text with twofold generate --raw")
+    eos, bos = (llm._model.token_get_text(t) if t != -1 else "" for t in (llm.token_eos(), llm.token_bos()))
+    try:
+        prompt = Jinja2ChatFormatter(llm.metadata[_TEMPLATE], eos, bos)(messages=list(messages)).prompt
+    except (jinja2.TemplateError, ValueError, TypeError) as error:
+        raise errors.ArgumentError(
+            f"the model's chat template refuses these messages: {error}; leave out --system, or use --raw"
+        ) from error
+    return text_tokens(llm, prompt)
+
+
+def text_tokens(llm: Llama, text: str) -> list[int]:
+    """Tokens of plain text; special tokens in it are parsed, and it begins with BOS once if the model wants one."""
+    tokens = list(llm.tokenize(text.encode("utf-8", "replace"), add_bos=True, special=True))
+    bos = llm.token_bos()
+    return tokens[1:] if tokens[:2] == [bos, bos] else tokens
+
+
+def piece(llm: Llama, token: int) -> bytes:
+    """Bytes of a token; llama_cpp's own detokenize loses tokens of more than 32 bytes."""
+    buffer = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        length = llama_cpp.llama_token_to_piece(llm._model.vocab, token, buffer, len(buffer), 0, False)
+        if length >= 0:
+            return buffer.raw[:length]
+        buffer = ctypes.create_string_buffer(-length)
+    return b""
+
+
+class Answer:
+    """One answer: iterate for its text, piece by piece.
+
+    Attributes
+    ----------
+    tokens : list of int
+        Generated so far, the end-of-generation token not included.
+    text : str
+        What was yielded so far.
+    """
+
+    def __init__(self, llm: Llama, prompt: Sequence[int], sampling: Sampling, limit: int | None = None) -> None:
+        """Check that there is room.
+
+        Raises
+        ------
+        ArgumentError
+            if the prompt fills the context.
+        """
+        room = llm.n_ctx() - len(prompt)
+        if room < 1:
+            raise errors.ArgumentError(
+                f"the prompt has {len(prompt)} tokens, the context {llm.n_ctx()}; shorten it or raise --ctx"
+            )
+        self._llm, self._prompt, self._sampling = llm, prompt, sampling
+        self._limit = room if limit is None else min(limit, room)
+        self.tokens: list[int] = []
+        self.text = ""
+
+    def pieces(self, stop: Callable[[], bool] = lambda: False) -> Iterator[str]:
+        """Yield text as it comes, whole characters only, until the end, the limit, or `stop()` says so.
+
+        Raises
+        ------
+        DecodeError
+            when llama.cpp or the engine fail.
+        """
+        characters = codecs.getincrementaldecoder("utf-8")("replace")
+        generator = self._llm.generate(self._prompt, **asdict(self._sampling))
+        try:
+            for token in generator:
+                if end_of_generation(self._llm, token):
+                    return
+                self.tokens.append(token)
+                text = characters.decode(piece(self._llm, token))
+                self.text += text
+                if text:
+                    yield text
+                if len(self.tokens) >= self._limit or stop():
+                    return
+        finally:
+            generator.close()
+
+    def statistics(self) -> str:
+        """One line for people about this answer."""
+        return self._llm._stats.line()

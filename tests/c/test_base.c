@@ -1,0 +1,229 @@
+/* What kernels do beside the residual: quantize activations, and multiply base matrices. */
+#include "activations.h"
+#include "ggml.h"
+#include "test.h"
+
+/* ---- quantizing ------------------------------------------------------------------------------ */
+
+static tf_columns quantized(const tf_kernel *kernel, const float *x, tf_activations *a) {
+    tf_activations_shape(a, 1, TF_BLOCK, 32, 8, 1);
+    CHECK(tf_activations_reserve(a) == TF_OK);
+    memset(a->memory, 0, tf_activations_bytes(a));
+    tf_activations_quantize(a, kernel, 0, x);
+    return tf_activations_block(a, 0);
+}
+
+/* Everything that is kept of the activations must be the same; one NaN is like another. */
+static void check_quantizer(const tf_kernel *kernel, const float *values) {
+    float *x = test_alloc(TF_BLOCK * sizeof *x);
+    memcpy(x, values, TF_BLOCK * sizeof *x);
+    tf_activations want = {0}, got = {0};
+    const tf_columns columns = quantized(&tf_kernel_scalar, x, &want);
+    quantized(kernel, x, &got);
+    free(x);
+    for (size_t i = 0; i < tf_activations_bytes(&want); i += sizeof(float)) {
+        float a, b;
+        memcpy(&a, want.memory + i, sizeof a);
+        memcpy(&b, got.memory + i, sizeof b);
+        CHECK((isnan(a) && isnan(b)) || memcmp(&a, &b, sizeof a) == 0);
+    }
+    const float step = columns.scale[0] * 128.0f;
+    for (int i = 0; i < TF_BLOCK; i++) {
+        CHECK(columns.q[i] >= -127);
+        CHECK(!(step > 1e-30f && step < 1e30f) || fabsf(values[i] - step * columns.q[i]) <= step * 0.503f);
+    }
+    tf_activations_free(&want);
+    tf_activations_free(&got);
+}
+
+static void test_quantizer(const tf_kernel *kernel) {
+    static const float odd[] = {0.0f,  -0.0f,  1e-45f, -1e-39f, 1e-37f,   5e-37f,    1e-36f, 1e30f,
+                                3e38f, -3e38f, NAN,    -NAN,    INFINITY, -INFINITY, 0.5f,   -127.0f};
+    uint64_t state = 3;
+    float x[TF_BLOCK];
+    for (int round = 0; round < 2000; round++) {
+        const float deviation = powf(10.0f, (float)(round % 80) - 42.0f);
+        for (int i = 0; i < TF_BLOCK; i++) {
+            x[i] = deviation * test_gaussian(&state);
+        }
+        check_quantizer(kernel, x);
+    }
+    for (int i = 0; i < 16 * TF_BLOCK * 2; i++) { /* one odd value among zeros, among others */
+        for (int j = 0; j < TF_BLOCK; j++) {
+            x[j] = i / 16 / TF_BLOCK == 0 ? 0.0f : test_gaussian(&state);
+        }
+        x[i / 16 % TF_BLOCK] = odd[i % 16];
+        check_quantizer(kernel, x);
+    }
+    for (int i = 0; i < TF_BLOCK; i++) {
+        x[i] = i == 0 ? 127.0f : (float)i - 16.5f; /* halfway between two codes */
+    }
+    check_quantizer(kernel, x);
+}
+
+/* ---- panels of Q2_K --------------------------------------------------------------------------- */
+
+static tf_base random_supers(int64_t rows, int64_t width, uint64_t *state, bool extreme) {
+    const int64_t supers = tf_panels(rows) * (width / TF_SUPER);
+    tf_base base = {.type = GGML_TYPE_Q2_K, .rows = rows, .width = width};
+    base.supers = test_alloc((size_t)(supers * TF_SUPER_BYTES));
+    for (int64_t i = 0; i < supers * TF_SUPER_BYTES; i++) {
+        base.supers[i] = extreme ? 0xff : (uint8_t)(test_random(state) >> 40);
+    }
+    for (int64_t i = 0; i < supers * 32; i++) {
+        const uint16_t half = (uint16_t)(test_random(state) >> 40 & 0xbbff);
+        memcpy(base.supers + i / 32 * TF_SUPER_BYTES + 1280 + i % 32 * 2, &half, sizeof half);
+    }
+    return base;
+}
+
+/* Columns in buffers of exactly their size, with the sums that belong to their codes. */
+static tf_columns random_columns(int64_t width, int32_t n, uint64_t *state, bool extreme) {
+    tf_columns x = {.n = n};
+    x.q = test_alloc((size_t)(width * n));
+    x.scale = test_alloc((size_t)(width / TF_BLOCK * n) * sizeof *x.scale);
+    x.sums = test_alloc((size_t)(width / TF_BLOCK * n) * sizeof *x.sums);
+    for (int64_t i = 0; i < width * n; i++) {
+        x.q[i] = (int8_t)(extreme ? -127 : (int64_t)(test_random(state) >> 40) % 255 - 127);
+    }
+    for (int64_t i = 0; i < width / TF_BLOCK * n; i++) {
+        int32_t halves[2] = {0, 0};
+        for (int64_t k = 0; k < TF_BLOCK; k++) {
+            halves[k / 16] += x.q[((i / n * TF_BLOCK + k) / 4 * n + i % n) * 4 + k % 4];
+        }
+        x.sums[i] = (int32_t)((uint32_t)(halves[0] & 0xffff) | (uint32_t)halves[1] << 16);
+        x.scale[i] = 1e-3f * fabsf(test_gaussian(state));
+    }
+    return x;
+}
+
+static void compare_supers(const tf_kernel *kernel, const tf_base *base, const tf_columns *x) {
+    const size_t floats = (size_t)x->n * TF_PANEL_ROWS;
+    float *want = test_alloc(floats * sizeof *want), *got = test_alloc(floats * sizeof *got);
+    for (int64_t panel = 0; panel < tf_panels(base->rows); panel++) {
+        memset(got, 0x55, floats * sizeof *got);
+        tf_kernel_scalar.run_q2k(base, panel, x, want);
+        kernel->run_q2k(base, panel, x, got);
+        CHECK(memcmp(want, got, floats * sizeof *got) == 0);
+    }
+    free(want);
+    free(got);
+}
+
+static void test_supers(const tf_kernel *kernel) {
+    static const int64_t shapes[][2] = {{1, 256}, {16, 512}, {17, 256}, {33, 1536}};
+    uint64_t state = 13;
+    for (int i = 0; i < 4 * 2; i++) {
+        tf_base base = random_supers(shapes[i % 4][0], shapes[i % 4][1], &state, i >= 4);
+        for (int32_t n = 1; n <= kernel->max_columns; n++) {
+            tf_columns x = random_columns(base.width, n, &state, i >= 4);
+            compare_supers(kernel, &base, &x);
+            free(x.q);
+            free(x.scale);
+            free(x.sums);
+        }
+        free(base.supers);
+    }
+}
+
+/* ---- products --------------------------------------------------------------------------------- */
+
+/* Base, residual, and the sum of both as it must be read. */
+typedef struct matrices {
+    tf_base_data base;
+    tf_planes residual;
+    float *sum;
+} matrices;
+
+static matrices make(int32_t type, int64_t rows, int64_t width, int32_t bits) {
+    tf_type info;
+    CHECK(tf_type_get(type, &info) == TF_OK);
+    const size_t bytes = (size_t)(rows * width / info.block * info.block_bytes);
+    const int64_t n = rows * width;
+    void *data = test_alloc(bytes);
+    float *weights = test_gaussians(n, 0.02f, 1), *rest = test_gaussians(n, 0.005f, 2);
+    matrices m = {{type, rows, width, data}, test_planes(rows, width, 64, bits), test_alloc((size_t)n * sizeof(float))};
+    CHECK(tf_quantize(type, weights, rows, width, NULL, data, bytes) == TF_OK);
+    CHECK(tf_dequantize(type, data, bytes, weights, n) == TF_OK);
+    CHECK(tf_residual_encode(rest, &m.residual) == TF_OK);
+    CHECK(tf_residual_decode(&m.residual, rest) == TF_OK);
+    for (int64_t i = 0; i < n; i++) {
+        m.sum[i] = weights[i] + rest[i];
+    }
+    free(weights);
+    free(rest);
+    return m;
+}
+
+static float *product(const matrices *m, const char *kernel, int32_t threads, const float *x, int64_t n) {
+    float *out = test_alloc((size_t)(n * m->base.rows) * sizeof *out);
+    memset(out, 0xff, (size_t)(n * m->base.rows) * sizeof *out);
+    CHECK(tf_matmul(&m->residual, &m->base, kernel, threads, x, n, out) == TF_OK);
+    return out;
+}
+
+static void check_product(const matrices *m, const float *x, int64_t n) {
+    const int64_t rows = m->base.rows, width = m->base.width;
+    double *want = test_alloc((size_t)(n * rows) * sizeof *want);
+    for (int64_t i = 0; i < n * rows; i++) {
+        want[i] = 0.0;
+        for (int64_t c = 0; c < width; c++) {
+            want[i] += (double)m->sum[i % rows * width + c] * x[i / rows * width + c];
+        }
+    }
+    float *scalar = product(m, "scalar", 1, x, n);
+    CHECK(test_relative_rms(scalar, want, n * rows) < (n * rows > 100 ? 0.006 : 0.03)); /* a few vary more */
+    for (int32_t k = 0; k < tf_kernel_count(); k++) {
+        float *got = product(m, tf_kernel_name(k), 1 + k, x, n);
+        CHECK(memcmp(got, scalar, (size_t)(n * rows) * sizeof *got) == 0);
+        free(got);
+    }
+    free(scalar);
+    free(want);
+}
+
+static void test_products(void) {
+    static const int32_t types[] = {GGML_TYPE_Q4_0, GGML_TYPE_Q8_0, GGML_TYPE_Q2_K};
+    static const int64_t rows[] = {1, 16, 33}, columns[] = {1, 5, 33};
+    for (int i = 0; i < 3 * 3; i++) {
+        CHECK(tf_base_has_kernel(types[i / 3]));
+        matrices m = make(types[i / 3], rows[i % 3], 512, 4 + i % 3 * 2);
+        for (int c = 0; c < 3; c++) {
+            float *x = test_gaussians(columns[c] * 512, 1.0f, 4);
+            check_product(&m, x, columns[c]);
+            free(x);
+        }
+        free((void *)(uintptr_t)m.base.data);
+        test_planes_free(&m.residual);
+        free(m.sum);
+    }
+}
+
+static void test_refused(void) {
+    float x[512] = {0}, out[32];
+    const uint16_t blocks[9] = {0x7bff}; /* Q4_0 with the largest scale there is, which panels cannot hold */
+    const tf_base_data huge = {GGML_TYPE_Q4_0, 1, 32, blocks}, ragged = {GGML_TYPE_Q2_K, 1, 96, blocks},
+                       foreign = {GGML_TYPE_F32, 1, 32, x};
+    CHECK(tf_matmul(NULL, &huge, NULL, 1, x, 1, out) == TF_ERR_UNSUPPORTED);
+    CHECK(tf_matmul(NULL, &ragged, NULL, 1, x, 1, out) == TF_ERR_UNSUPPORTED);
+    CHECK(tf_matmul(NULL, &foreign, NULL, 1, x, 1, out) == TF_ERR_UNSUPPORTED);
+    CHECK(!tf_base_has_kernel(GGML_TYPE_F32) && !tf_base_has_kernel(-1));
+    matrices m = make(GGML_TYPE_Q4_0, 16, 64, 4);
+    m.base.rows = 15;
+    CHECK(tf_matmul(&m.residual, &m.base, NULL, 1, x, 1, out) == TF_ERR_ARGUMENT);
+    free((void *)(uintptr_t)m.base.data);
+    test_planes_free(&m.residual);
+    free(m.sum);
+}
+
+int main(void) {
+    for (int32_t k = 0; k < tf_kernel_count(); k++) {
+        const tf_kernel *kernel = tf_kernel_find(tf_kernel_name(k));
+        printf("kernel %s\n", kernel->name);
+        test_supers(kernel);
+        test_quantizer(kernel);
+    }
+    test_products();
+    test_refused();
+    return 0;
+}
