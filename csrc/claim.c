@@ -15,9 +15,8 @@ struct tf_claim {
     const tf_kernel *kernel;
     tf_product product;
     tf_activations x;
-    const struct ggml_tensor *source; /* src1, which x holds */
-    void *retired;                    /* memory to free with this claim */
-    bool quantize;                    /* else the claim before has done it */
+    void *retired; /* memory to free with this claim */
+    bool quantize; /* else the claim before has done it */
     _Atomic int64_t next_column, done_columns;
     int32_t share_count;
     tf_share shares[];
@@ -124,16 +123,10 @@ static uint8_t *activation_memory(tf_engine *e, tf_claim *claim, size_t bytes) {
     return e->claim_memory.data;
 }
 
-/* Whether the claim before this one quantizes the same activations in the same run of the graph. */
-static bool shares_activations(const tf_engine *e, const tf_entry *entry, const struct ggml_tensor *node) {
-    return e->claims != NULL && e->claims->source == node->src[1] && e->claimed_pass == entry->applied;
-}
-
 static bool prepare(tf_engine *e, tf_claim *claim, const tf_entry *entry, const struct ggml_tensor *node) {
     const bool verify = e->mode == TF_VERIFY && e->bits > 0;
     claim->kernel = e->kernel;
-    claim->source = node->src[1];
-    claim->quantize = !shares_activations(e, entry, node);
+    claim->quantize = e->claimed != node->src[1];
     if (claim->quantize) {
         tf_activations_shape(&claim->x, ggml_nrows(node->src[1]), entry->tensor.width, e->group,
                              verify ? e->bits : e->max_bits, e->kernel->max_columns);
@@ -176,7 +169,7 @@ bool tf_claim_node(tf_engine *e, tf_entry *entry, struct ggml_tensor *node) {
     node->op = GGML_OP_CUSTOM;
     claim->next = e->claims;
     e->claims = claim;
-    e->claimed_pass = entry->applied;
+    e->claimed = tf_lasting(node->src[1]);
     if (claim->product.has_residual) {
         e->counters.residual_bytes += tf_residual_bytes_read(&claim->product.residual);
     }

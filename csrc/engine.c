@@ -49,6 +49,8 @@ tf_status tf_check_operands(const tf_entry *entry, const struct ggml_tensor *nod
     return TF_OK;
 }
 
+const struct ggml_tensor *tf_lasting(const struct ggml_tensor *x) { return x->op != GGML_OP_NONE ? x : NULL; }
+
 tf_planes tf_engine_planes(const tf_engine *e, const tf_entry *entry, int64_t expert) {
     tf_planes planes = tf_residual_planes(&entry->tensor, expert);
     planes.bits = e->bits;
@@ -65,6 +67,8 @@ void tf_engine_fail(tf_engine *e, tf_status status) {
 }
 
 bool tf_engine_wants(tf_engine *e, struct ggml_tensor *node) {
+    e->quantized = e->quantized == node ? NULL : e->quantized;
+    e->claimed = e->claimed == node ? NULL : e->claimed;
     if (tf_is_claimed(node)) {
         tf_unclaim_node(node);
     }
@@ -152,7 +156,7 @@ void tf_engine_claim(tf_engine *e, bool on) { e->claiming = on; }
 void tf_engine_begin(tf_engine *e, tf_mode mode) {
     e->mode = mode;
     e->status = TF_OK;
-    e->quantized = NULL;
+    e->quantized = e->claimed = NULL;
     tf_claims_free(e);
     for (int64_t i = 0; i < e->registry.count; i++) {
         e->registry.entries[i].applied = 0;

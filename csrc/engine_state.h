@@ -25,16 +25,15 @@ struct tf_engine {
     char message[512];
     tf_counters counters;
 
-    /* observe.c: the src1 that `activations` hold. One llama_decode may run its graph several times, over
-     * parts of the batch: the pass, counted by the node's own weight, tells them apart. */
+    /* observe.c: the src1 that `activations` hold, until it is computed anew: one llama_decode may run its
+     * graph several times, over parts of the batch. */
     tf_activations activations;
     const struct ggml_tensor *quantized;
-    uint64_t quantized_pass;
     tf_buffer fetched, result, columns, ids, gathered;
 
     /* claim.c */
-    tf_claim *claims; /* of this decode, the latest first */
-    uint64_t claimed_pass;
+    tf_claim *claims;                  /* of this decode, the latest first */
+    const struct ggml_tensor *claimed; /* the src1 that the latest quantizes, until it is computed anew */
     tf_buffer claim_memory;
 };
 
@@ -42,6 +41,8 @@ struct tf_engine {
 void *tf_buffer_reserve(tf_buffer *buffer, size_t bytes);
 bool tf_on_host(const struct ggml_tensor *t);
 tf_status tf_check_operands(const tf_entry *entry, const struct ggml_tensor *node);
+/* x if the engine will be asked about it before it changes; NULL for an input of the graph. */
+const struct ggml_tensor *tf_lasting(const struct ggml_tensor *x);
 /* Planes of an expert at the bits in use. */
 tf_planes tf_engine_planes(const tf_engine *e, const tf_entry *entry, int64_t expert);
 void tf_engine_fail(tf_engine *e, tf_status status);

@@ -43,7 +43,7 @@ static tf_status quantize(tf_engine *e, int64_t n, int64_t width, int32_t group,
 
 /* Columns of x one after the other; in place where they lie so already. */
 static const float *contiguous(tf_engine *e, const struct ggml_tensor *x, const void *base) {
-    if (ggml_is_contiguous_1(x) && x->nb[2] == x->nb[1] * (size_t)x->ne[1] && x->nb[3] == x->nb[2] * (size_t)x->ne[2]) {
+    if (ggml_is_contiguous(x)) {
         return base;
     }
     const size_t row = (size_t)x->ne[0] * sizeof(float);
@@ -73,7 +73,7 @@ static tf_status run(tf_engine *e, const tf_product *products, int64_t n) {
 static tf_status mul_mat(tf_engine *e, const tf_entry *entry, const struct ggml_tensor *node, float *out) {
     const struct ggml_tensor *x = node->src[1];
     const int64_t n = ggml_nrows(x), rows = entry->tensor.rows;
-    if (e->quantized != x || e->quantized_pass != entry->applied) {
+    if (e->quantized != x) {
         const double start = tf_now();
         const void *base = fetch(e, x, &e->fetched);
         const float *columns = base != NULL ? contiguous(e, x, base) : NULL;
@@ -85,8 +85,7 @@ static tf_status mul_mat(tf_engine *e, const tf_entry *entry, const struct ggml_
         if (status != TF_OK) {
             return status;
         }
-        e->quantized = x;
-        e->quantized_pass = entry->applied;
+        e->quantized = tf_lasting(x);
     }
     const tf_product product = {.has_residual = true,
                                 .residual = tf_engine_planes(e, entry, 0),

@@ -148,7 +148,7 @@ tf_status tf_matmul(const tf_planes *planes, const tf_base_data *base, const cha
     }
     const int64_t rows = planes != NULL ? planes->rows : base->rows;
     const int64_t width = planes != NULL ? planes->width : base->width;
-    tf_status status = planes != NULL ? tf_check_shape(rows, width, planes->group, planes->bits) : TF_OK;
+    tf_status status = planes != NULL ? tf_check_planes(planes) : TF_OK;
     tf_base panels = {.type = -1};
     tf_pool *pool = NULL;
     status = status != TF_OK ? status : tf_pool_new(threads, &pool);

@@ -82,7 +82,7 @@ static uint8_t get(const tf_planes *from, int64_t panel, int64_t row, int64_t co
     return (uint8_t)code;
 }
 
-static tf_status check_planes(const tf_planes *planes) {
+tf_status tf_check_planes(const tf_planes *planes) {
     tf_status status = tf_check_shape(planes->rows, planes->width, planes->group, planes->bits);
     if (status == TF_OK &&
         (planes->plane4 == NULL || planes->scales == NULL || (planes->bits >= 6 && planes->plane6 == NULL) ||
@@ -105,7 +105,7 @@ static void clear(const tf_planes *out) {
 }
 
 tf_status tf_residual_encode(const float *residual, const tf_planes *out) {
-    tf_status status = check_planes(out);
+    tf_status status = tf_check_planes(out);
     if (status != TF_OK) {
         return status;
     }
@@ -129,7 +129,7 @@ tf_status tf_residual_encode(const float *residual, const tf_planes *out) {
 }
 
 tf_status tf_residual_decode(const tf_planes *planes, float *out) {
-    tf_status status = check_planes(planes);
+    tf_status status = tf_check_planes(planes);
     if (status != TF_OK) {
         return status;
     }

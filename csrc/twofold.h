@@ -23,6 +23,9 @@ static inline int64_t tf_groups(int64_t width, int32_t group) { return tf_ceil_d
 /* TF_OK if bits, group and width are ones the format allows. */
 tf_status tf_check_shape(int64_t rows, int64_t width, int32_t group, int32_t bits);
 
+/* The same of planes, and that none is missing. */
+tf_status tf_check_planes(const tf_planes *planes);
+
 /* What has to be added to a code whose low planes are not read, and 128 taken off: the code then
  * stands for the middle of the values that it can mean. */
 static inline float tf_code_offset(int32_t bits) { return (bits == 4 ? 8.0f : bits == 6 ? 2.0f : 0.5f) - 128.0f; }

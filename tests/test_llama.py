@@ -200,7 +200,7 @@ def test_prefix_is_reused(llm: twofold.Llama) -> None:
 
 
 def test_prompt_longer_than_a_batch(llm: twofold.Llama) -> None:
-    text = PROMPT * 8
+    text = PROMPT * 20
     assert len(llm.tokenize(text.encode())) > 2 * llm.n_batch
     expected = plain(llm, 20, text)
     assert tokens(llm, 20, text) == expected
@@ -266,7 +266,7 @@ def test_verifiers_differ_and_zero_bits_is_the_base(llm: twofold.Llama, tiny_pai
     assert distance[0] > 4 * distance[4] > 8 * distance[6] > 0
     stock = llama_cpp.Llama(str(tiny_pair), n_ctx=512, verbose=False, logits_all=True, flash_attn=True)
     stock.eval(stock.tokenize(PROMPT.encode()))
-    np.testing.assert_allclose(logits[0], stock.scores[stock.n_tokens - 1], atol=0.1)
+    np.testing.assert_allclose(logits[0], stock.scores[stock.n_tokens - 1], atol=0.3)
 
 
 def test_state_can_be_saved_and_pickled(llm: twofold.Llama) -> None:
