@@ -1,7 +1,7 @@
 /* AVX2, compiled twice: with TF_AVXVNNI for CPUs that have the 256-bit dot product, and without, where
- * vpmaddubsw takes its place. That one adds pairs in 16 bits and saturates, so there the codes are fed
- * in parts that cannot reach 32767: 4 bits (15 * 127 * 2 * 8 chunks = 30480), 6 bits (63 * 127 * 2 =
- * 16002) and, for 8 bits, 6 + 2. The integers come out the same. */
+ * vpmaddubsw takes its place. That one adds pairs in 16 bits and saturates, so the codes are fed to it in
+ * parts that cannot reach 32767: 4 bits (15 * 128 * 2 = 3840), 6 bits (63 * 128 * 2 = 16128) and, for 8
+ * bits, 6 + 2. The integers come out the same. */
 #include <immintrin.h>
 #include <math.h>
 
@@ -270,17 +270,21 @@ static float quantize(const float *x, int8_t *high, int8_t *low) {
     return largest / TF_LARGEST;
 }
 
+static bool has_avx2(void) {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
 #ifdef TF_AVXVNNI
 /* __builtin_cpu_supports() of GCC 12 does not know AVX-VNNI: CPUID leaf 7.1, EAX bit 4. */
 static bool supported(void) {
     uint32_t a = 7, b = 0, c = 1, d = 0;
     __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && (a >> 4 & 1);
+    return has_avx2() && (a >> 4 & 1);
 }
 
 const tf_kernel tf_kernel_avxvnni = {"avx-vnni", run, run_q2k, quantize, MAX_COLUMNS, supported};
 #else
-static bool supported(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+static bool supported(void) { return has_avx2(); }
 
 const tf_kernel tf_kernel_avx2 = {"avx2", run, run_q2k, quantize, MAX_COLUMNS, supported};
 #endif

@@ -245,7 +245,8 @@ static float quantize(const float *x, int8_t *high, int8_t *low) {
 
 static bool supported(void) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vnni");
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
+           __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
 const tf_kernel tf_kernel_avx512 = {"avx512-vnni", run, run_q2k, quantize, TF_MAX_COLUMNS, supported};

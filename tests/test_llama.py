@@ -69,7 +69,8 @@ def test_greedy_is_plain_greedy(llm: twofold.Llama, draft: int) -> None:
     assert tokens(llm) == expected
     stats = llm.stats
     assert stats["tokens"] == 40 and stats["checks"] < 39
-    assert stats["tokens_per_check"] == pytest.approx(39 / stats["checks"])
+    assert stats["tokens_per_check"] == pytest.approx(39 / stats["checks"], abs=draft / (stats["checks"] - 1))
+    assert 1 < stats["tokens_per_check"] <= draft + 1
     assert len(stats["accepted_by_position"]) == draft
     assert stats["accepted_by_position"] == sorted(stats["accepted_by_position"], reverse=True)
     assert stats["residual_bytes"] > 0

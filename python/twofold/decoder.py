@@ -176,8 +176,23 @@ class Decoder:
 
     def decode(self, tokens: Sequence[int], position: int, *, all_rows: bool) -> None:
         """Decode tokens from `position` on; logits of all of them, or of the last."""
-        self._batch.set_batch(batch=tokens, n_past=position, logits_all=all_rows)
+        if not self._needs_company(tokens, position):
+            self._batch.set_batch(batch=tokens, n_past=position, logits_all=all_rows)
+            self.decode_batch(self._batch)
+            return
+        self._batch.set_batch(batch=[*tokens, *tokens], n_past=position, logits_all=True)
+        self._batch.batch.logits[1] = False
         self.decode_batch(self._batch)
+        self.truncate(position + 1)
+
+    def _needs_company(self, tokens: Sequence[int], position: int) -> bool:
+        """Whether a token has to be decoded beside another one, which is then forgotten.
+
+        ggml's flash attention spreads the keys of a single row over threads once there are many, and so sums them in
+        another order than for several rows: a check of one token would round otherwise than a wider one.
+        """
+        claiming = self.engine is not None and self.engine.claiming and self._mode == Engine.VERIFY
+        return claiming and len(tokens) == 1 and position + 2 <= self._llama._n_ctx
 
     def truncate(self, position: int) -> None:
         """Forget everything from `position` on.

@@ -219,6 +219,8 @@ class Llama(BaseLlama):
                         pending = [token, *sent]
                         break
                     if place == len(drafted) or token != drafted[place]:
+                        if stats.checks:
+                            stats.count_outcome(place + 1)
                         break
                     stats.agreed_by_position[place] += 1
                     self._advance(place + 1)

@@ -29,6 +29,8 @@ class Stats:
         handed to the caller.
     checks
         verifying decodes after the prompt's; each yields the accepted drafts and one token of its own.
+    complete_checks, complete_tokens
+        checks that the caller did not cut short, and what they yielded.
     drafted, accepted
         draft tokens made, and how many of them the verifier would have chosen too.
     drafted_by_position, agreed_by_position
@@ -42,6 +44,8 @@ class Stats:
     prompt_tokens: int = 0
     tokens: int = 0
     checks: int = 0
+    complete_checks: int = 0
+    complete_tokens: int = 0
     drafted_by_position: list[int] = field(default_factory=list)
     agreed_by_position: list[int] = field(default_factory=list)
     prompt_s: float = 0.0
@@ -67,9 +71,16 @@ class Stats:
         for position in range(length):
             self.drafted_by_position[position] += 1
 
+    def count_outcome(self, tokens: int) -> None:
+        """Count a check whose tokens were all wanted; the last one of a call is often cut short."""
+        self.complete_checks += 1
+        self.complete_tokens += tokens
+
     @property
     def tokens_per_check(self) -> float:
-        """Tokens that came out of checks, for each check; the first token is the prompt's."""
+        """Tokens that a check yields: accepted drafts and one of the verifier's own. The prompt's token is not one."""
+        if self.complete_checks:
+            return self.complete_tokens / self.complete_checks
         return (self.tokens - 1) / self.checks if self.checks else 0.0
 
     @property
@@ -84,6 +95,7 @@ class Stats:
             "prompt_tokens": self.prompt_tokens,
             "tokens": self.tokens,
             "checks": self.checks,
+            "complete_checks": self.complete_checks,
             "tokens_per_check": self.tokens_per_check,
             "drafted": sum(self.drafted_by_position),
             "accepted": sum(self.agreed_by_position),
