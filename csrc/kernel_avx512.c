@@ -243,10 +243,28 @@ static float quantize(const float *x, int8_t *high, int8_t *low) {
     return largest / TF_LARGEST;
 }
 
+static int64_t peak(int64_t rounds) {
+    enum { CHAINS = 12 };
+    __m512i dots[CHAINS];
+    for (int i = 0; i < CHAINS; i++) {
+        dots[i] = _mm512_set1_epi32(i);
+    }
+    const __m512i a = _mm512_set1_epi8(3), b = _mm512_set1_epi8(5);
+    for (int64_t r = 0; r < rounds; r++) {
+        for (int i = 0; i < CHAINS; i++) {
+            dots[i] = _mm512_dpbusd_epi32(dots[i], a, b);
+        }
+    }
+    for (int i = 0; i < CHAINS; i++) {
+        __asm__ volatile("" : : "v"(dots[i])); /* they are needed */
+    }
+    return rounds * CHAINS * 64 * 2;
+}
+
 static bool supported(void) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
            __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
-const tf_kernel tf_kernel_avx512 = {"avx512-vnni", run, run_q2k, quantize, TF_MAX_COLUMNS, supported};
+const tf_kernel tf_kernel_avx512 = {"avx512-vnni", run, run_q2k, quantize, TF_MAX_COLUMNS, supported, peak};

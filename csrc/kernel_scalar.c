@@ -118,4 +118,4 @@ static float quantize(const float *x, int8_t *high, int8_t *low) {
 
 static bool always(void) { return true; }
 
-const tf_kernel tf_kernel_scalar = {"scalar", run, run_q2k, quantize, TF_MAX_COLUMNS, always};
+const tf_kernel tf_kernel_scalar = {"scalar", run, run_q2k, quantize, TF_MAX_COLUMNS, always, NULL};

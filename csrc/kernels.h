@@ -64,6 +64,9 @@ typedef struct tf_kernel {
     tf_quantizer quantize;
     int32_t max_columns; /* of a block, at most TF_MAX_COLUMNS */
     bool (*supported)(void);
+    /* Does `rounds` times the instruction that products are made of, on registers only; returns the
+     * multiplications and additions done. NULL: no peak to compare with. */
+    int64_t (*peak)(int64_t rounds);
 } tf_kernel;
 
 extern const tf_kernel tf_kernel_scalar;

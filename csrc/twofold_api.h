@@ -135,6 +135,16 @@ typedef struct tf_base_data {
 tf_status tf_matmul(const tf_planes *residual, const tf_base_data *base, const char *kernel, int32_t threads,
                     const float *x, int64_t n, float *out);
 
+/* ---- timing (scripts/bench_kernels.py) ------------------------------------------------------ */
+
+/* repeats products out = R x, with the matrices taking turns; seconds: [repeats]. */
+tf_status tf_bench_matmul(const tf_planes *matrices, int32_t count, const char *kernel, int32_t threads, const float *x,
+                          int64_t n, float *out, int32_t repeats, double *seconds);
+/* Reads all bytes, `repeats` times; seconds: [repeats]. */
+tf_status tf_bench_read(const void *data, size_t bytes, int32_t threads, int32_t repeats, double *seconds);
+/* Best rate of the kernel's multiply-add instruction on registers, two operations a multiply-add. */
+tf_status tf_bench_peak(const char *kernel, int32_t threads, int64_t rounds, double *operations_a_second);
+
 /* ---- the residual file ---------------------------------------------------------------------- */
 
 typedef struct tf_residual tf_residual;

@@ -93,10 +93,10 @@ def test_products_are_close_to_float64(base: str) -> None:
     residual = blocks.encode_residual(source - whole, 128, 8)
     product = blocks.matmul(residual, x, base=blocks.BaseMatrix(kind, rows, width, data))
     exact = x.astype(np.float64) @ (whole + blocks.decode_residual(residual)).T.astype(np.float64)
-    assert np.linalg.norm(product - exact) / np.linalg.norm(exact) < 0.0057
+    assert np.linalg.norm(product - exact) / np.linalg.norm(exact) < 0.006
     alone = blocks.matmul(residual, x)
     exact = x.astype(np.float64) @ blocks.decode_residual(residual).T.astype(np.float64)
-    assert np.linalg.norm(alone - exact) / np.linalg.norm(exact) < 0.0057
+    assert np.linalg.norm(alone - exact) / np.linalg.norm(exact) < 0.006
 
 
 def test_outliers_do_not_cost_accuracy() -> None:

@@ -1,0 +1,135 @@
+/* What scripts/bench_kernels.py times: products over matrices that take turns, so that none is found in a
+ * cache, the bandwidth of plain reads, and the peak rate of byte dot products. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine_state.h"
+
+static tf_status bench_product(const tf_planes *matrices, int32_t count, const tf_kernel *kernel, tf_pool *pool,
+                               const float *x, int64_t n, float *out, int32_t repeats, double *seconds) {
+    tf_activations a = {0};
+    tf_activations_shape(&a, n, matrices->width, matrices->group, matrices->bits, kernel->max_columns);
+    tf_status status = tf_activations_reserve(&a);
+    for (int32_t r = 0; r < repeats && status == TF_OK; r++) {
+        const double start = tf_now();
+        for (int64_t j = 0; j < n; j++) {
+            tf_activations_quantize(&a, kernel, j, x + j * matrices->width);
+        }
+        const tf_product product = {
+            .has_residual = true, .residual = matrices[r % count], .x = &a, .out = out, .stride = matrices->rows};
+        status = tf_products_run(pool, kernel, &product, 1);
+        seconds[r] = tf_now() - start;
+    }
+    tf_activations_free(&a);
+    return status;
+}
+
+tf_status tf_bench_matmul(const tf_planes *matrices, int32_t count, const char *kernel_name, int32_t threads,
+                          const float *x, int64_t n, float *out, int32_t repeats, double *seconds) {
+    const tf_kernel *kernel = tf_kernel_find(kernel_name);
+    if (kernel == NULL) {
+        return TF_ERR_ARGUMENT;
+    }
+    if (count < 1 || n < 1 || repeats < 1) {
+        return tf_fail(TF_ERR_ARGUMENT, "matrices, columns and repeats are needed");
+    }
+    for (int32_t i = 0; i < count; i++) {
+        const tf_planes *m = &matrices[i];
+        const tf_status status = tf_check_planes(m);
+        if (status != TF_OK) {
+            return status;
+        }
+        if (m->rows != matrices->rows || m->width != matrices->width) {
+            return tf_fail(TF_ERR_ARGUMENT, "the matrices have different shapes");
+        }
+    }
+    tf_pool *pool;
+    tf_status status = tf_pool_new(threads, &pool);
+    if (status == TF_OK) {
+        status = bench_product(matrices, count, kernel, pool, x, n, out, repeats, seconds);
+        tf_pool_free(pool);
+    }
+    return status;
+}
+
+typedef struct read_task {
+    const uint64_t *words;
+    size_t count;
+    _Atomic size_t next;
+    _Atomic uint64_t sum;
+} read_task;
+
+static void read_job(void *argument, int32_t thread, int32_t threads) {
+    enum { STEP = 1 << 16 };
+    read_task *task = argument;
+    uint64_t sums[8] = {0};
+    (void)thread;
+    (void)threads;
+    for (size_t first; (first = atomic_fetch_add(&task->next, STEP)) < task->count;) {
+        const size_t end = first + STEP < task->count ? first + STEP : task->count;
+        for (size_t i = first; i + 8 <= end; i += 8) {
+            for (int k = 0; k < 8; k++) {
+                sums[k] += task->words[i + (size_t)k];
+            }
+        }
+    }
+    for (int k = 1; k < 8; k++) {
+        sums[0] += sums[k];
+    }
+    atomic_fetch_add(&task->sum, sums[0]);
+}
+
+tf_status tf_bench_read(const void *data, size_t bytes, int32_t threads, int32_t repeats, double *seconds) {
+    tf_pool *pool;
+    const tf_status status = tf_pool_new(threads, &pool);
+    if (status != TF_OK) {
+        return status;
+    }
+    for (int32_t r = 0; r < repeats; r++) {
+        read_task task = {.words = data, .count = bytes / sizeof(uint64_t)};
+        const double start = tf_now();
+        tf_pool_run(pool, read_job, &task);
+        seconds[r] = tf_now() - start;
+    }
+    tf_pool_free(pool);
+    return TF_OK;
+}
+
+typedef struct peak_task {
+    const tf_kernel *kernel;
+    int64_t rounds;
+    _Atomic int64_t operations;
+} peak_task;
+
+static void peak_job(void *argument, int32_t thread, int32_t threads) {
+    peak_task *task = argument;
+    (void)thread;
+    (void)threads;
+    atomic_fetch_add(&task->operations, task->kernel->peak(task->rounds));
+}
+
+tf_status tf_bench_peak(const char *kernel_name, int32_t threads, int64_t rounds, double *operations_a_second) {
+    const tf_kernel *kernel = tf_kernel_find(kernel_name);
+    if (kernel == NULL) {
+        return TF_ERR_ARGUMENT;
+    }
+    if (kernel->peak == NULL) {
+        return tf_fail(TF_ERR_UNSUPPORTED, "kernel %s has no peak to measure", kernel->name);
+    }
+    tf_pool *pool;
+    const tf_status status = tf_pool_new(threads, &pool);
+    if (status != TF_OK) {
+        return status;
+    }
+    double best = 0.0;
+    for (int r = 0; r < 5; r++) {
+        peak_task task = {.kernel = kernel, .rounds = rounds};
+        const double start = tf_now();
+        tf_pool_run(pool, peak_job, &task);
+        const double rate = (double)atomic_load(&task.operations) / (tf_now() - start);
+        best = rate > best ? rate : best;
+    }
+    *operations_a_second = best;
+    tf_pool_free(pool);
+    return TF_OK;
+}
