@@ -76,16 +76,6 @@ tf_columns tf_activations_block(const tf_activations *a, int64_t index) {
                         .flags = blocks + 4 * p.blocks + p.groups};
 }
 
-/* Sums of both halves of 32 codes, as the kernels want them. */
-static int32_t half_sums(const int8_t *codes, int32_t *all) {
-    int32_t halves[2] = {0, 0};
-    for (int i = 0; i < TF_BLOCK; i++) {
-        halves[i / 16] += codes[i];
-    }
-    *all = halves[0] + halves[1];
-    return (int32_t)((uint32_t)(halves[0] & 0xffff) | (uint32_t)halves[1] << 16);
-}
-
 static void put_codes(int8_t *to, int64_t n, const int8_t *codes) {
     for (int64_t i = 0; i < TF_BLOCK / 4; i++) {
         memcpy(to + i * n * 4, codes + i * 4, 4);
@@ -122,11 +112,12 @@ void tf_activations_quantize(const tf_activations *a, const tf_kernel *kernel, i
     float offset = 0.0f;
     for (int64_t b = 0; b < a->width / TF_BLOCK; b++) {
         int8_t high[TF_BLOCK], low[TF_BLOCK];
-        const float scale = kernel->quantize(x + b * TF_BLOCK, high, low) * (256.0f / 128.0f);
-        int32_t sum, low_sum;
+        int32_t sums[2];
+        const float scale = kernel->quantize(x + b * TF_BLOCK, high, low, sums) * (256.0f / 128.0f);
+        const int32_t sum = (int16_t)sums[0] + (sums[0] >> 16);
         to.scale[b * n + at] = scale;
-        to.sums[b * n + at] = half_sums(high, &sum);
-        to.low_sums[b * n + at] = half_sums(low, &low_sum);
+        to.sums[b * n + at] = sums[0];
+        to.low_sums[b * n + at] = sums[1];
         put_codes(to.q + (b * (TF_BLOCK / 4) * n + at) * 4, n, high);
         put_codes(to.low + (b * (TF_BLOCK / 4) * n + at) * 4, n, low);
         offset = (b % group_blocks == 0 ? 0.0f : offset) + code_offset * (float)sum * scale;

@@ -12,9 +12,7 @@ static tf_status bench_product(const tf_planes *matrices, int32_t count, const t
     tf_status status = tf_activations_reserve(&a);
     for (int32_t r = 0; r < repeats && status == TF_OK; r++) {
         const double start = tf_now();
-        for (int64_t j = 0; j < n; j++) {
-            tf_activations_quantize(&a, kernel, j, x + j * matrices->width);
-        }
+        tf_quantize_columns(pool, kernel, &a, x);
         const tf_product product = {
             .has_residual = true, .residual = matrices[r % count], .x = &a, .out = out, .stride = matrices->rows};
         status = tf_products_run(pool, kernel, &product, 1);

@@ -244,7 +244,14 @@ INLINE __m128i low_bytes(__m256i v) {
     return _mm_packus_epi16(words, words);
 }
 
-static float quantize(const float *x, int8_t *high, int8_t *low) {
+/* Sum of 16 signed bytes. */
+INLINE int32_t sum_16(const int8_t *codes) {
+    const __m128i shifted = _mm_xor_si128(_mm_loadu_si128((const __m128i *)codes), _mm_set1_epi8((char)0x80));
+    const __m128i sums = _mm_sad_epu8(shifted, _mm_setzero_si128());
+    return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 16 * 128;
+}
+
+static float quantize(const float *x, int8_t *high, int8_t *low, int32_t *sums) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
     __m256 most = _mm256_setzero_ps(), odd = _mm256_setzero_ps();
     for (int i = 0; i < TF_BLOCK; i += 8) {
@@ -267,6 +274,8 @@ static float quantize(const float *x, int8_t *high, int8_t *low) {
         _mm_storel_epi64((__m128i *)(high + i), low_bytes(top));
         _mm_storel_epi64((__m128i *)(low + i), low_bytes(code)); /* the low byte is code - 256 top */
     }
+    sums[0] = tf_pack_sums(sum_16(high), sum_16(high + 16));
+    sums[1] = tf_pack_sums(sum_16(low), sum_16(low + 16));
     return largest / TF_LARGEST;
 }
 
@@ -282,9 +291,9 @@ static bool supported(void) {
     return has_avx2() && (a >> 4 & 1);
 }
 
-const tf_kernel tf_kernel_avxvnni = {"avx-vnni", run, run_q2k, quantize, MAX_COLUMNS, supported, NULL};
+const tf_kernel tf_kernel_avxvnni = {"avx-vnni", run, run_q2k, NULL, quantize, MAX_COLUMNS, supported, NULL};
 #else
 static bool supported(void) { return has_avx2(); }
 
-const tf_kernel tf_kernel_avx2 = {"avx2", run, run_q2k, quantize, MAX_COLUMNS, supported, NULL};
+const tf_kernel tf_kernel_avx2 = {"avx2", run, run_q2k, NULL, quantize, MAX_COLUMNS, supported, NULL};
 #endif

@@ -8,45 +8,40 @@
 #define INLINE static inline __attribute__((always_inline))
 enum { PREFETCH = 6144 }; /* bytes ahead of the reader; 4-12 KiB measured alike, none is slower */
 
-/* Bits 4-7 of chunk c (0 or 1 of the 64 bytes). */
-INLINE __m512i high(__m512i four, int c) {
-    const __m512i mask = _mm512_set1_epi8((char)0xf0);
-    return _mm512_and_si512(c == 0 ? _mm512_slli_epi16(four, 4) : four, mask);
+INLINE __m512i left(__m512i v, unsigned bits) { return _mm512_slli_epi16(v, bits); }
+INLINE __m512i right(__m512i v, unsigned bits) { return _mm512_srli_epi16(v, bits); }
+
+/* Bits of `a` where the mask has ones, else of `b`. */
+INLINE __m512i blend(__m512i a, __m512i b, int mask) {
+    return _mm512_ternarylogic_epi64(_mm512_set1_epi8((char)mask), a, b, 0xca);
 }
 
-/* The 2 bits of chunk c (0-3), moved to bit `to`; the neighbours' bits are left in. */
-INLINE __m512i two_bits(__m512i two, int c, int to) {
-    const int left = to - 2 * c;
-    return left > 0 ? _mm512_slli_epi16(two, (unsigned)left) : left < 0 ? _mm512_srli_epi16(two, (unsigned)-left) : two;
-}
-
-/* codes | (extra & mask) in one instruction. */
-INLINE __m512i or_masked(__m512i codes, __m512i extra, char mask) {
-    return _mm512_ternarylogic_epi64(codes, extra, _mm512_set1_epi8(mask), 0xf8);
-}
-
-INLINE __m512i unpack(const __m512i *a, __m512i b, __m512i d, int c, int bits) {
-    __m512i codes = high(a[c / 2], c % 2);
+/* Codes of the 4 chunks (16 inputs) of a unit. The 2-bit planes are first joined into low nibbles, those
+ * of chunks 0 and 2 in one register, of 1 and 3 in another: fewer shifts than chunk by chunk. */
+INLINE void unpack(const uint8_t *p4, const uint8_t *p6, const uint8_t *p8, __m512i *codes, int bits) {
+    const __m512i zero = _mm512_setzero_si512();
+    const __m512i a = _mm512_loadu_si512(p4), b = _mm512_loadu_si512(p4 + 64);
+    __m512i even = zero, odd = zero;
     if (bits >= 6) {
-        codes = or_masked(codes, two_bits(b, c, 2), 0x0c);
+        const __m512i six = _mm512_loadu_si512(p6), eight = bits == 8 ? _mm512_loadu_si512(p8) : zero;
+        even = blend(left(six, 2), eight, 0xcc);
+        odd = blend(six, bits == 8 ? right(eight, 2) : zero, 0xcc);
     }
-    if (bits == 8) {
-        codes = or_masked(codes, two_bits(d, c, 0), 0x03);
-    }
-    return codes;
+    codes[0] = blend(left(a, 4), even, 0xf0);
+    codes[1] = blend(a, odd, 0xf0);
+    codes[2] = blend(left(b, 4), bits >= 6 ? right(even, 4) : zero, 0xf0);
+    codes[3] = blend(b, bits >= 6 ? right(odd, 4) : zero, 0xf0);
 }
 
 /* Adds 16 inputs (4 chunks) to the dot products of n columns. */
 INLINE void unit(const uint8_t *p4, const uint8_t *p6, const uint8_t *p8, const int8_t *q, __m512i *dots, int bits,
                  int n) {
-    const __m512i a[2] = {_mm512_loadu_si512(p4), _mm512_loadu_si512(p4 + 64)};
-    const __m512i b = bits >= 6 ? _mm512_loadu_si512(p6) : a[0];
-    const __m512i d = bits == 8 ? _mm512_loadu_si512(p8) : a[0];
+    __m512i codes[4];
+    unpack(p4, p6, p8, codes, bits);
     for (int c = 0; c < 4; c++) {
-        const __m512i codes = unpack(a, b, d, c, bits);
         for (int j = 0; j < n; j++) {
-            const __m512i x = _mm512_set1_epi32(*(const int32_t *)(q + (c * n + j) * 4));
-            dots[j] = _mm512_dpbusd_epi32(dots[j], codes, x);
+            const __m512i x = _mm512_set1_epi32(*(const int32_t *)(const void *)(q + (c * n + j) * 4));
+            dots[j] = _mm512_dpbusd_epi32(dots[j], codes[c], x);
         }
     }
 }
@@ -55,6 +50,12 @@ INLINE void unit(const uint8_t *p4, const uint8_t *p6, const uint8_t *p8, const 
 typedef struct streams {
     const uint8_t *p4, *p6, *p8;
 } streams;
+
+INLINE streams panel_streams(const tf_planes *planes, int64_t panel, int bits) {
+    const uint8_t *p4 = planes->plane4 + panel * planes->width * 8;
+    return (streams){p4, bits >= 6 ? planes->plane6 + panel * planes->width * 4 : p4,
+                     bits == 8 ? planes->plane8 + panel * planes->width * 4 : p4};
+}
 
 INLINE void prefetch(const streams *p, int64_t at, int bits) {
     _mm_prefetch((const char *)(p->p4 + at * 128 + PREFETCH), _MM_HINT_T0);
@@ -88,9 +89,7 @@ INLINE void block_sums(const streams *p, int64_t b, const tf_columns *x, const i
 INLINE void panel_n(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tile, int bits, int n) {
     const int64_t groups = tf_groups(planes->width, planes->group);
     const int64_t blocks = planes->width / TF_BLOCK, group_blocks = planes->group / TF_BLOCK;
-    const uint8_t *p4 = planes->plane4 + panel * planes->width * 8;
-    const streams p = {p4, bits >= 6 ? planes->plane6 + panel * planes->width * 4 : p4,
-                       bits == 8 ? planes->plane8 + panel * planes->width * 4 : p4};
+    const streams p = panel_streams(planes, panel, bits);
     const uint16_t *scales = planes->scales + panel * groups * TF_PANEL_ROWS;
     __m512 results[TF_MAX_COLUMNS];
     for (int j = 0; j < n; j++) {
@@ -137,6 +136,102 @@ static void run(const tf_planes *planes, int64_t panel, const tf_columns *x, flo
         case 6: panel_bits(planes, panel, x, tile, 6); break;
         default: panel_bits(planes, panel, x, tile, 8); break;
     }
+}
+
+/* ---- pairs: two panels at a time ------------------------------------------------------------- */
+
+/* With several columns the broadcasts of x, one for each multiplication, are what limits a single panel
+ * (the load ports, 1.4 a cycle on Zen 5); here each is used twice. */
+
+/* Adds 16 inputs of both panels. */
+INLINE void pair_unit(const streams *p, int64_t at, const int8_t *q, __m512i *dots0, __m512i *dots1, int bits, int n) {
+    __m512i codes0[4], codes1[4];
+    prefetch(&p[0], at, bits);
+    prefetch(&p[1], at, bits);
+    unpack(p[0].p4 + at * 128, p[0].p6 + at * 64, p[0].p8 + at * 64, codes0, bits);
+    unpack(p[1].p4 + at * 128, p[1].p6 + at * 64, p[1].p8 + at * 64, codes1, bits);
+    for (int c = 0; c < 4; c++) {
+        for (int j = 0; j < n; j++) {
+            const __m512i x = _mm512_set1_epi32(*(const int32_t *)(const void *)(q + (c * n + j) * 4));
+            dots0[j] = _mm512_dpbusd_epi32(dots0[j], codes0[c], x);
+            dots1[j] = _mm512_dpbusd_epi32(dots1[j], codes1[c], x);
+        }
+    }
+}
+
+/* sum += dot * scale; the sums of 16 columns do not fit into registers beside their dot products. */
+INLINE void add_dot(float *sum, __m512i dot, __m512 scale) {
+    _mm512_store_ps(sum, _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, _mm512_load_ps(sum)));
+}
+
+INLINE void pair_sums(const streams *p, int64_t b, const int8_t *q, const float *scales, float factor, float *sums,
+                      int bits, int n) {
+    __m512i dots0[TF_MAX_COLUMNS], dots1[TF_MAX_COLUMNS];
+    for (int j = 0; j < n; j++) {
+        dots0[j] = dots1[j] = _mm512_setzero_si512();
+    }
+    for (int u = 0; u < 2; u++) {
+        pair_unit(p, b * 2 + u, q + (b * 2 + u) * 16 * n, dots0, dots1, bits, n);
+    }
+    for (int j = 0; j < n; j++) {
+        const __m512 scale = _mm512_set1_ps(scales[b * n + j] * factor);
+        add_dot(sums + j * 2 * TF_PANEL_ROWS, dots0[j], scale);
+        add_dot(sums + (j * 2 + 1) * TF_PANEL_ROWS, dots1[j], scale);
+    }
+}
+
+INLINE void pair_n(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tile, int bits, int n) {
+    const int64_t groups = tf_groups(planes->width, planes->group);
+    const int64_t blocks = planes->width / TF_BLOCK, group_blocks = planes->group / TF_BLOCK;
+    const streams p[2] = {panel_streams(planes, panel, bits), panel_streams(planes, panel + 1, bits)};
+    const uint16_t *scales = planes->scales + panel * groups * TF_PANEL_ROWS;
+    float *const tile1 = tile + TF_MAX_COLUMNS * TF_PANEL_ROWS;
+    memset(tile, 0, 2 * TF_MAX_COLUMNS * TF_PANEL_ROWS * sizeof *tile);
+    for (int64_t g = 0, b = 0; g < groups; g++) {
+        const int64_t end = (g + 1) * group_blocks < blocks ? (g + 1) * group_blocks : blocks;
+        _Alignas(64) float sums[TF_MAX_COLUMNS * 2 * TF_PANEL_ROWS];
+        for (int j = 0; j < n; j++) {
+            _mm512_store_ps(sums + j * 2 * TF_PANEL_ROWS, _mm512_set1_ps(x->offset[g * n + j]));
+            _mm512_store_ps(sums + (j * 2 + 1) * TF_PANEL_ROWS, _mm512_set1_ps(x->offset[g * n + j]));
+        }
+        for (; b < end; b++) {
+            pair_sums(p, b, x->q, x->scale, 1.0f, sums, bits, n);
+            if (tf_has_low(x, b)) {
+                pair_sums(p, b, x->low, x->scale, TF_LOW, sums, bits, n);
+            }
+        }
+        const __m256i *halves = (const __m256i *)(scales + g * TF_PANEL_ROWS);
+        const __m512 scale0 = _mm512_cvtph_ps(_mm256_loadu_si256(halves));
+        const __m512 scale1 = _mm512_cvtph_ps(_mm256_loadu_si256(halves + groups));
+        for (int j = 0; j < n; j++) {
+            const float *from = sums + j * 2 * TF_PANEL_ROWS;
+            float *to0 = tile + j * TF_PANEL_ROWS, *to1 = tile1 + j * TF_PANEL_ROWS;
+            _mm512_storeu_ps(to0, _mm512_fmadd_ps(_mm512_load_ps(from), scale0, _mm512_loadu_ps(to0)));
+            _mm512_storeu_ps(to1, _mm512_fmadd_ps(_mm512_load_ps(from + TF_PANEL_ROWS), scale1, _mm512_loadu_ps(to1)));
+        }
+    }
+}
+
+INLINE void pair_bits(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tile, int bits) {
+    switch (x->n) {
+        case 4: pair_n(planes, panel, x, tile, bits, 4); break;
+        case 5: pair_n(planes, panel, x, tile, bits, 5); break;
+        case 6: pair_n(planes, panel, x, tile, bits, 6); break;
+        case 7: pair_n(planes, panel, x, tile, bits, 7); break;
+        default: pair_n(planes, panel, x, tile, bits, 8); break;
+    }
+}
+
+static bool run_pair(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tile) {
+    if (x->n < 4) {
+        return false; /* bound by memory */
+    }
+    switch (planes->bits) {
+        case 4: pair_bits(planes, panel, x, tile, 4); break;
+        case 6: pair_bits(planes, panel, x, tile, 6); break;
+        default: pair_bits(planes, panel, x, tile, 8); break;
+    }
+    return true;
 }
 
 /* ---- Q2_K base ------------------------------------------------------------------------------- */
@@ -226,20 +321,32 @@ static void run_q2k(const tf_base *base, int64_t panel, const tf_columns *x, flo
     }
 }
 
-static float quantize(const float *x, int8_t *high, int8_t *low) {
+/* Sum of 16 signed bytes. */
+INLINE int32_t sum_16(__m128i codes) {
+    const __m128i sums = _mm_sad_epu8(_mm_xor_si128(codes, _mm_set1_epi8((char)0x80)), _mm_setzero_si128());
+    return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 16 * 128;
+}
+
+static float quantize(const float *x, int8_t *high, int8_t *low, int32_t *sums) {
     const __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
     float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
     if (_mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q)) {
         largest = NAN;
     }
     const __m512 inverse = _mm512_set1_ps(largest > 0.0f ? TF_LARGEST / largest : 0.0f);
+    int32_t halves[4];
     const __m512 parts[2] = {_mm512_mul_ps(a, inverse), _mm512_mul_ps(b, inverse)};
     for (int i = 0; i < 2; i++) {
         const __m512i code = _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(parts[i], parts[i], _CMP_ORD_Q), parts[i]);
         const __m512i top = _mm512_srai_epi32(_mm512_add_epi32(code, _mm512_set1_epi32(128)), 8);
-        _mm_storeu_si128((__m128i *)(high + i * 16), _mm512_cvtepi32_epi8(top));
-        _mm_storeu_si128((__m128i *)(low + i * 16), _mm512_cvtepi32_epi8(code)); /* the low byte is code - 256 top */
+        const __m128i tops = _mm512_cvtepi32_epi8(top), lows = _mm512_cvtepi32_epi8(code); /* code - 256 top */
+        _mm_storeu_si128((__m128i *)(high + i * 16), tops);
+        _mm_storeu_si128((__m128i *)(low + i * 16), lows);
+        halves[i] = sum_16(tops);
+        halves[2 + i] = sum_16(lows);
     }
+    sums[0] = tf_pack_sums(halves[0], halves[1]);
+    sums[1] = tf_pack_sums(halves[2], halves[3]);
     return largest / TF_LARGEST;
 }
 
@@ -267,4 +374,4 @@ static bool supported(void) {
            __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
-const tf_kernel tf_kernel_avx512 = {"avx512-vnni", run, run_q2k, quantize, TF_MAX_COLUMNS, supported, peak};
+const tf_kernel tf_kernel_avx512 = {"avx512-vnni", run, run_q2k, run_pair, quantize, TF_MAX_COLUMNS, supported, peak};

@@ -100,22 +100,27 @@ static void run_q2k(const tf_base *base, int64_t panel, const tf_columns *x, flo
     }
 }
 
-static float quantize(const float *x, int8_t *high, int8_t *low) {
+static float quantize(const float *x, int8_t *high, int8_t *low, int32_t *sums) {
     float largest = 0.0f;
     for (int i = 0; i < TF_BLOCK; i++) {
         const float magnitude = fabsf(x[i]);
         largest = magnitude > largest || isnan(magnitude) ? magnitude : largest;
     }
     const float inverse = largest > 0.0f ? TF_LARGEST / largest : 0.0f;
+    int32_t halves[4] = {0};
     for (int i = 0; i < TF_BLOCK; i++) {
         const float value = nearbyintf(x[i] * inverse);
         const int32_t code = fabsf(value) <= TF_LARGEST ? (int32_t)value : 0; /* NaN: the scale carries it on */
         high[i] = (int8_t)((code + 128) >> 8);
         low[i] = (int8_t)(code - high[i] * 256);
+        halves[i / 16] += high[i];
+        halves[2 + i / 16] += low[i];
     }
+    sums[0] = tf_pack_sums(halves[0], halves[1]);
+    sums[1] = tf_pack_sums(halves[2], halves[3]);
     return largest / TF_LARGEST;
 }
 
 static bool always(void) { return true; }
 
-const tf_kernel tf_kernel_scalar = {"scalar", run, run_q2k, quantize, TF_MAX_COLUMNS, always, NULL};
+const tf_kernel tf_kernel_scalar = {"scalar", run, run_q2k, NULL, quantize, TF_MAX_COLUMNS, always, NULL};

@@ -40,6 +40,11 @@ typedef struct tf_columns {
     uint8_t *flags;     /* [width / 32][8]    a byte a column; NULL: low is not used */
 } tf_columns;
 
+/* Sums over both halves of a block in the form that tf_columns holds. */
+static inline int32_t tf_pack_sums(int32_t first, int32_t second) {
+    return (int32_t)((uint32_t)(first & 0xffff) | (uint32_t)second << 16);
+}
+
 /* Whether any column of the block has low codes. */
 static inline bool tf_has_low(const tf_columns *x, int64_t block) {
     uint64_t all = 0;
@@ -54,13 +59,17 @@ static inline bool tf_has_low(const tf_columns *x, int64_t block) {
 typedef void (*tf_panel_kernel)(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tile);
 /* The same for a base of Q2_K. */
 typedef void (*tf_q2k_kernel)(const tf_base *base, int64_t panel, const tf_columns *x, float *tile);
-/* Quantizes 32 activations to 16 bits, x = scale * (256 * high + low), and returns scale. */
-typedef float (*tf_quantizer)(const float *x, int8_t *high, int8_t *low);
+/* The same for `panel` and the one after it, tiles: [2][8][16]; false: not done, one at a time is as fast. */
+typedef bool (*tf_pair_kernel)(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tiles);
+/* Quantizes 32 activations to 16 bits, x = scale * (256 * high + low), and returns scale. sums: of high and of low,
+ * as tf_columns has them. */
+typedef float (*tf_quantizer)(const float *x, int8_t *high, int8_t *low, int32_t *sums);
 
 typedef struct tf_kernel {
     const char *name;
     tf_panel_kernel run;
     tf_q2k_kernel run_q2k;
+    tf_pair_kernel run_pair; /* NULL: none */
     tf_quantizer quantize;
     int32_t max_columns; /* of a block, at most TF_MAX_COLUMNS */
     bool (*supported)(void);

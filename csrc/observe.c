@@ -35,8 +35,8 @@ static const float *column(const struct ggml_tensor *t, const void *base, int64_
 static tf_status quantize(tf_engine *e, int64_t n, int64_t width, int32_t group, const float *x) {
     tf_activations_shape(&e->activations, n, width, group, e->bits, e->kernel->max_columns);
     tf_status status = tf_activations_reserve(&e->activations);
-    for (int64_t j = 0; status == TF_OK && j < n; j++) {
-        tf_activations_quantize(&e->activations, e->kernel, j, x + j * width);
+    if (status == TF_OK) {
+        tf_quantize_columns(e->pool, e->kernel, &e->activations, x);
     }
     return status;
 }
