@@ -22,7 +22,7 @@ import numpy as np
 import twofold
 from ggml_matmul import GgmlMatmul
 from twofold import blocks, timing
-from twofold.decoder import physical_cores
+from twofold.decoder import physical_cores, quiet_log
 
 SHAPES = {
     "1.5b-ffn_up": (8960, 1536),
@@ -91,24 +91,24 @@ class Bench:
         peak = 2 * m * k * n / median / self.peak if self.peak else 0.0
         p99 = float(np.quantile(seconds, 0.99))
         return Row(
-            kernel,
-            form,
-            shape,
-            m,
-            k,
-            n,
-            self.threads,
-            median * 1e3,
-            p99 * 1e3,
-            rate / 1e9,
-            rate / bandwidth,
-            bits,
-            peak,
+            kernel=kernel,
+            format=form,
+            shape=shape,
+            m=m,
+            k=k,
+            n=n,
+            threads=self.threads,
+            ms=median * 1e3,
+            ms_p99=p99 * 1e3,
+            gb_s=rate / 1e9,
+            share_of_bandwidth=rate / bandwidth,
+            bits=bits,
+            share_of_peak=peak,
         )
 
 
 def residual_rows(bench: Bench, shape: str, columns: list[int]) -> list[Row]:
-    """Times of r4, r6 and r8."""
+    """Time r4, r6 and r8."""
     m, k = SHAPES[shape]
     rng = np.random.default_rng(1)
     parts = {
@@ -129,7 +129,7 @@ def residual_rows(bench: Bench, shape: str, columns: list[int]) -> list[Row]:
 
 
 def ggml_rows(bench: Bench, shape: str, columns: list[int]) -> list[Row]:
-    """Times of ggml's mul_mat."""
+    """Time ggml's mul_mat."""
     m, k = SHAPES[shape]
     rows = []
     for name in GGML_TYPES:
@@ -182,9 +182,10 @@ def error_on_gaussian() -> dict[str, float]:
 def print_table(rows: list[Row]) -> None:
     """Print all rows, ours with the ratio."""
     ratio = {id(row): value for row, value in against_ggml(rows)}
-    print(
-        f"{'shape':14}{'kernel':8}{'format':8}{'n':>4}{'ms':>9}{'p99':>9}{'GB/s':>8}{'of read':>9}{'of peak':>9}{'best':>7}"
-    )
+    names = ("n", "ms", "p99", "GB/s", "of read", "of peak", "best")
+    widths = (4, 9, 9, 8, 9, 9, 7)
+    heads = "".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))
+    print(f"{'shape':14}{'kernel':8}{'format':8}{heads}")
     for row in rows:
         best = f"{ratio[id(row)]:.2f}x" if id(row) in ratio else ""
         print(
@@ -228,13 +229,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows here, one JSON object a line")
     parser.add_argument("--plot", type=Path, help="draw the rows into this file (needs matplotlib)")
     args = parser.parse_args()
+    quiet_log()
     if args.quick:
         args.shapes, args.columns, args.repeats = ["study"], [1, 4, 8], 9
     bench = Bench(args.threads, args.repeats, cache_size())
+    one, every = bench.bandwidth(1) / 1e9, bench.bandwidth() / 1e9
     print(
         f"twofold {twofold.__version__}, llama-cpp-python {llama_cpp.__version__}, {platform.machine()}, kernel "
-        f"{blocks.default_kernel()}, {args.threads} threads; reads {bench.bandwidth(1) / 1e9:.1f} GB/s with one thread, "
-        f"{bench.bandwidth() / 1e9:.1f} with all; peak {bench.peak / 1e12:.2f} Tops"
+        f"{blocks.default_kernel()}, {args.threads} threads; reads {one:.1f} GB/s with one thread, {every:.1f} with all; "
+        f"peak {bench.peak / 1e12:.2f} Tops"
     )
     rows: list[Row] = []
     for shape in args.shapes:
