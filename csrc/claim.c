@@ -98,11 +98,12 @@ static bool claimable(const tf_engine *e, const struct ggml_tensor *node) {
 
 /* Panels of the weight, made when it is first met. */
 static bool ensure_base(tf_engine *e, tf_entry *entry, const struct ggml_tensor *w) {
-    if (entry->base.memory != NULL) {
-        return true;
+    if (entry->base.memory != NULL || entry->no_base) {
+        return !entry->no_base;
     }
     const tf_residual_tensor *t = &entry->tensor;
     if (tf_base_build(&entry->base, (int32_t)w->type, t->rows, t->width, w->data, e->pool) != TF_OK) {
+        entry->no_base = true; /* not tried again: ggml goes on computing it */
         return false;
     }
     e->counters.base_bytes += entry->base.bytes;

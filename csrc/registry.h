@@ -6,6 +6,7 @@
 typedef struct tf_entry {
     tf_residual_tensor tensor;
     tf_base base;     /* panels of the base, where the engine computes it */
+    bool no_base;     /* they could not be made */
     uint64_t applied; /* in how many nodes since tf_engine_begin() */
 } tf_entry;
 

@@ -230,6 +230,38 @@ tf_status tf_residual_get(const tf_residual *r, int64_t index, tf_residual_tenso
     return TF_OK;
 }
 
+/* Reads a page range in: at once where the kernel can (Linux 5.14), else page by page. */
+static void populate(uintptr_t first, size_t bytes, size_t page) {
+#ifdef MADV_POPULATE_READ
+    if (madvise((void *)first, bytes, MADV_POPULATE_READ) == 0) {
+        return;
+    }
+#endif
+    for (uintptr_t at = first; at < first + bytes; at += page) {
+        (void)*(const volatile uint8_t *)at;
+    }
+}
+
+tf_status tf_residual_load(const tf_residual_tensor *t, int32_t bits, bool lock) {
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    const void *parts[] = {t->planes.scales, t->planes.plane4, t->planes.plane6, t->planes.plane8};
+    for (int32_t i = 0; i < 4; i++) {
+        const int32_t plane = i == 0 ? 0 : 2 + 2 * i;
+        if (parts[i] == NULL || plane > bits) {
+            continue;
+        }
+        const size_t size = (size_t)(tf_plane_bytes(t->rows, t->width, t->planes.group, plane) * t->experts);
+        const uintptr_t first = (uintptr_t)parts[i] / page * page;
+        const size_t bytes = (uintptr_t)parts[i] + size - first;
+        populate(first, bytes, page);
+        if (lock && mlock((const void *)first, bytes) != 0) {
+            return tf_fail(TF_ERR_MEMORY, "cannot lock %zu bytes of %s: %s (ulimit -l)", bytes, t->name,
+                           strerror(errno));
+        }
+    }
+    return TF_OK;
+}
+
 tf_planes tf_residual_planes(const tf_residual_tensor *t, int64_t expert) {
     tf_planes planes = t->planes;
     planes.scales += expert * tf_plane_bytes(t->rows, t->width, planes.group, 0) / (int64_t)sizeof(uint16_t);

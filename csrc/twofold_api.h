@@ -165,6 +165,8 @@ int32_t tf_residual_bits(const tf_residual *residual);
 int32_t tf_residual_group(const tf_residual *residual);
 int64_t tf_residual_count(const tf_residual *residual);
 tf_status tf_residual_get(const tf_residual *residual, int64_t index, tf_residual_tensor *out);
+/* Brings the planes that `bits` reads into memory, and keeps them there if asked to. */
+tf_status tf_residual_load(const tf_residual_tensor *tensor, int32_t bits, bool lock);
 /* Expert `expert` of a tensor. */
 tf_planes tf_residual_planes(const tf_residual_tensor *tensor, int64_t expert);
 /* 64-bit FNV-1a over type, shape and up to 64 evenly spaced windows of 1 KiB. */

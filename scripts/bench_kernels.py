@@ -236,8 +236,8 @@ def main() -> None:
     one, every = bench.bandwidth(1) / 1e9, bench.bandwidth() / 1e9
     print(
         f"twofold {twofold.__version__}, llama-cpp-python {llama_cpp.__version__}, {platform.machine()}, kernel "
-        f"{blocks.default_kernel()}, {args.threads} threads; reads {one:.1f} GB/s with one thread, {every:.1f} with all; "
-        f"peak {bench.peak / 1e12:.2f} Tops"
+        f"{blocks.default_kernel()}, {args.threads} threads\n"
+        f"reads {one:.1f} GB/s with one thread, {every:.1f} with all; peak {bench.peak / 1e12:.2f} Tops"
     )
     rows: list[Row] = []
     for shape in args.shapes:

@@ -282,6 +282,25 @@ def test_state_can_be_saved_and_pickled(llm: twofold.Llama) -> None:
     assert tokens(copy, 10) == expected
 
 
+def test_memory_is_counted(llm: twofold.Llama, tiny_pair: Path) -> None:
+    matrices = {name: t for name, t in ((t.name, t) for t in llm._engine.residual.tensors())}
+    weights = sum(t.shape[1] * t.shape[2] for t in matrices.values())
+    assert llm.memory == {"residual_bytes": weights * 8.125 / 8, "base_panel_bytes": weights * 2.625 / 8}
+    llm.residual_bits = 4
+    assert llm.memory["residual_bytes"] == weights * 4.125 / 8
+    plain = twofold.Llama(tiny_pair, claim=False, preload=False, n_ctx=64, verbose=False)
+    assert plain.memory["base_panel_bytes"] == 0
+
+
+def test_residual_is_locked(tiny_pair: Path) -> None:
+    def locked() -> int:
+        return int(next(line for line in open("/proc/self/status") if line.startswith("VmLck")).split()[1])
+
+    before = locked()
+    llm = twofold.Llama(tiny_pair, use_mlock=True, n_ctx=64, verbose=False)
+    assert (locked() - before) * 1024 >= llm.memory["residual_bytes"]
+
+
 @pytest.mark.parametrize("value", [-1, 33, 2.5, True, "4"])
 def test_draft_tokens_outside_what_is_allowed(llm: twofold.Llama, value: object) -> None:
     with pytest.raises(errors.ArgumentError, match="from 0 to 32"):
@@ -302,6 +321,7 @@ def test_residual_bits_outside_what_is_allowed(llm: twofold.Llama, tiny_pair: Pa
         ({"frobnicate": 1}, TypeError, "no argument 'frobnicate'"),
         ({"split_mode": SPLIT_MODE_TENSOR}, errors.UnsupportedError, "LAYER"),
         ({"draft_model": object()}, errors.UnsupportedError, "own base"),
+        ({"swa_full": False}, errors.UnsupportedError, "swa_full"),
     ],
 )
 def test_arguments_that_are_refused(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from twofold._native import check, ffi, lib, text
 from twofold.blocks import Planes, part_names, plane_bytes
@@ -51,6 +52,20 @@ class Residual:
             shape = (out.experts, out.rows, out.width)
             planes = tuple(self._planes(lib.tf_residual_planes(out, e)) for e in range(out.experts))
             yield ResidualTensor(text(out.name), shape, out.base_type, out.fingerprint, planes)
+
+    def load(self, bits: int, *, lock: bool, progress: bool) -> None:
+        """Read the planes that `bits` needs into memory, and lock them there if asked to.
+
+        Raises
+        ------
+        OutOfMemoryError
+            if the system does not let this process lock that much.
+        """
+        out = ffi.new("tf_residual_tensor *")
+        count = lib.tf_residual_count(self._c)
+        for index in tqdm(range(count), desc="residual", unit="tensors", disable=not progress):
+            check(lib.tf_residual_get(self._c, index, out))
+            check(lib.tf_residual_load(out, bits, lock))
 
     def _planes(self, c: Any) -> Planes:
         parts = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 from twofold import errors
@@ -18,6 +19,9 @@ _SPLIT = re.compile(
     r"(?:output|blk\.\d+\.(?:attn_(?:q|k|v|qkv|output|gate|q_a|q_b|kv_a_mqa|kv_b)"
     r"|ffn_(?:gate|up|down)(?:_exps|_shexp)?))\.weight"
 )
+# general.file_type (enum llama_ftype in llama.h) by the type of most matrices; llama.cpp only prints it.
+_FILE_TYPES = {"q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q2_k": 10, "q3_k": 12, "q4_k": 15, "q5_k": 17}
+_FILE_TYPES |= {"q6_k": 18, "iq2_xxs": 19, "iq2_xs": 20, "iq3_xxs": 23, "iq4_nl": 25, "iq3_s": 26, "iq4_xs": 30}
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
@@ -114,6 +118,9 @@ def base_header(source: Source, splits: list[Split]) -> Gguf:
         gguf.remove(key)
     gguf.set("twofold.format_version", FORMAT_VERSION)
     gguf.set("general.quantization_version", 2)
+    kinds = Counter(split.base.kind.name for split in splits if split.residual)
+    if kinds and kinds.most_common(1)[0][0] in _FILE_TYPES:
+        gguf.set("general.file_type", _FILE_TYPES[kinds.most_common(1)[0][0]])
     for split in splits:
         gguf.add(split.base.name, split.base.kind, split.base.shape)
     return gguf

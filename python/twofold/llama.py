@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ from typing import Any
 from twofold import errors, speculate
 from twofold.decoder import SPLIT_MODE_TENSOR, BaseLlama, keywords, make_sampler, physical_cores
 from twofold.engine import Engine
-from twofold.pairfile import open_pair
+from twofold.pairfile import open_pair, residual_bytes
 from twofold.stats import Meter, Stats
 
-_OURS = {"draft_tokens", "residual_bits", "residual_path", "claim"}
+_OURS = {"draft_tokens", "residual_bits", "residual_path", "claim", "preload"}
 MAX_DRAFT = 32
 
 
@@ -35,6 +36,9 @@ class Llama(BaseLlama):
         Compute base products in host memory with twofold's own kernels, base and residual in one pass, instead of
         ggml's; default: where all types of the base have such kernels. Drafts then differ from stock llama.cpp's
         by rounding.
+    preload
+        Read the planes in use into memory while loading (with a progress bar if `verbose`), instead of when they are
+        first needed; with `use_mlock` they are locked there too.
     **arguments
         Those of llama_cpp.Llama. `n_threads` and `n_threads_batch` default to the number of cores, `flash_attn` to
         True; the residual is multiplied by `n_threads_batch` threads.
@@ -62,6 +66,7 @@ class Llama(BaseLlama):
         residual_bits: int | None = None,
         residual_path: str | os.PathLike[str] | None = None,
         claim: bool | None = None,
+        preload: bool = True,
         **arguments: Any,
     ) -> None:
         _check_arguments(arguments)
@@ -78,10 +83,35 @@ class Llama(BaseLlama):
             pair = open_pair(Path(model_path), Path(residual_path) if residual_path else None)
             engine = Engine(pair.residual, arguments["n_threads_batch"] or physical_cores())
             engine.claim(pair.has_base_kernels if claim is None else claim)
+            if preload or arguments.get("use_mlock"):
+                pair.residual.load(
+                    residual_bits or pair.residual.bits,
+                    lock=bool(arguments.get("use_mlock")),
+                    progress=bool(arguments.get("verbose", True)) and sys.stderr.isatty(),
+                )
         self._residual_bits = 0
         if engine is not None:
             self._residual_bits = _set_bits(engine, residual_bits)
         super().__init__(engine, model_path=os.fspath(model_path), **arguments)
+        self._make_base_panels()
+
+    def _make_base_panels(self) -> None:
+        """Decode a token, so that the base is rearranged for our kernels now and not in the first prompt."""
+        if self._engine is None or not self._engine.claiming or self.context_params.embeddings:
+            return
+        self._decoder.decode([max(self.token_bos(), 0)], 0, all_rows=False)
+        self._decoder.truncate(0)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of RAM: the residual planes in use, and the base rearranged for our kernels."""
+        if self._engine is None:
+            return {"residual_bytes": 0, "base_panel_bytes": 0}
+        tensors = self._engine.residual.tensors()
+        return {
+            "residual_bytes": sum(residual_bytes(tensor, self._residual_bits) for tensor in tensors),
+            "base_panel_bytes": int(self._engine.counters()["base_bytes"]),
+        }
 
     # ---- settings ------------------------------------------------------------------------------------
 
@@ -292,6 +322,10 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
         raise errors.UnsupportedError(
             "split_mode tensor spreads each matrix over devices, where its residual cannot be added; "
             "use LLAMA_SPLIT_MODE_LAYER"
+        )
+    if arguments.get("swa_full") is False:
+        raise errors.UnsupportedError(
+            "swa_full=False drops cells of the sliding window that cutting a draft back needs; leave it out"
         )
     if arguments.get("draft_model") is not None:
         raise errors.UnsupportedError("draft_model: twofold drafts with its own base; use llama_cpp.Llama for others")

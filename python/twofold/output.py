@@ -24,7 +24,7 @@ class OutputFile:
 
     def __init__(self, path: Path, header: Gguf) -> None:
         self.path = path
-        self.temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+        self.temporary = _temporary(path)
         self._tensors = {t.name: t for t in header.tensors()}
         self.bytes = max((_end(t.offset + t.bytes, header.alignment) for t in self._tensors.values()), default=0)
         self._file = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -97,6 +97,12 @@ def writing(files: dict[Path, Gguf]) -> Iterator[list[OutputFile]]:
     finally:
         for output in outputs:
             output.discard()
+        for path in files:  # a signal may come between a file's creation and its place in the list
+            _temporary(path).unlink(missing_ok=True)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.part")
 
 
 def _check_space(folder: Path, needed: int) -> None:
