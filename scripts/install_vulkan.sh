@@ -18,8 +18,8 @@ if [[ ! -e $headers/usr/include/vulkan/vulkan.hpp ]]; then
     work=$(mktemp -d)
     trap 'rm -r "$work"' EXIT
     mkdir -p "$work/lists/partial" "$headers"
-    sources=(/etc/apt/sources.list /etc/apt/sources.list.d/*)
-    mirror=$(cat "${sources[@]}" 2>/dev/null | grep -oE '(https?|file):[^ ]+' | head -n 1)
+    mirror=$(grep -rhoE '(https?|file):[^ ]+' /etc/apt/sources.list /etc/apt/sources.list.d 2>/dev/null | head -n 1 || true)
+    [[ -n $mirror ]] || { echo "install_vulkan: no mirror in apt's sources" >&2; exit 1; }
     echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror trixie main" >"$work/sources.list"
     apt=(apt-get -o "Dir::Etc::sourcelist=$work/sources.list" -o Dir::Etc::sourceparts=- -o "Dir::State::Lists=$work/lists")
     "${apt[@]}" update -qq
