@@ -18,7 +18,7 @@ if [[ ! -e $headers/usr/include/vulkan/vulkan.hpp ]]; then
     work=$(mktemp -d)
     trap 'rm -r "$work"' EXIT
     mkdir -p "$work/lists/partial" "$headers"
-    mirror=$(grep -rhoE '(https?|file):[^ ]+' /etc/apt/sources.list /etc/apt/sources.list.d 2>/dev/null | head -n 1 || true)
+    mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Origin: Debian' | grep -v security | sort -u | head -n 1)
     [[ -n $mirror ]] || { echo "install_vulkan: no mirror in apt's sources" >&2; exit 1; }
     echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror trixie main" >"$work/sources.list"
     apt=(apt-get -o "Dir::Etc::sourcelist=$work/sources.list" -o Dir::Etc::sourceparts=- -o "Dir::State::Lists=$work/lists")
