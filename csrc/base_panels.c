@@ -126,17 +126,16 @@ static tf_status allocate(tf_base *base) {
 
 typedef struct build {
     tf_base *base;
-    const char *data;
+    const void *data;
     _Atomic int64_t next_panel;
     _Atomic int failed;
 } build;
 
-static tf_status put_row(tf_base *base, int64_t row, const char *data) {
-    const void *blocks = data + (size_t)row * ggml_row_size((enum ggml_type)base->type, base->width);
+static tf_status put_row(tf_base *base, int64_t row, const void *data) {
     switch (base->type) {
-        case GGML_TYPE_Q4_0: return put_q4_0(base, row, blocks);
-        case GGML_TYPE_Q8_0: return put_q8_0(base, row, blocks);
-        default: return put_q2_k(base, row, blocks);
+        case GGML_TYPE_Q4_0: return put_q4_0(base, row, (const q4_0 *)data + row * (base->width / 32));
+        case GGML_TYPE_Q8_0: return put_q8_0(base, row, (const q8_0 *)data + row * (base->width / 32));
+        default: return put_q2_k(base, row, (const q2_k *)data + row * (base->width / TF_SUPER));
     }
 }
 

@@ -1,6 +1,4 @@
 /* ggml's own quantizers, with their arguments checked: ggml aborts where this returns an error. */
-#include <math.h>
-
 #include "ggml.h"
 #include "twofold.h"
 
@@ -9,9 +7,6 @@ const char *tf_ggml_version_built(void) { return TF_GGML_VERSION; }
 const void *tf_ggml_address(void) { return (const void *)&ggml_version; }
 
 int32_t tf_type_count(void) { return GGML_TYPE_COUNT; }
-
-float tf_half_to_float(uint16_t half) { return ggml_fp16_to_fp32(half); }
-uint16_t tf_float_to_half(float value) { return ggml_fp32_to_fp16(value); }
 
 /* Types that ggml_quantize_chunk takes; it aborts on any other. */
 static bool quantizable(enum ggml_type type) {
@@ -84,14 +79,5 @@ tf_status tf_quantize(int32_t type, const float *src, int64_t rows, int64_t widt
                        (long long)rows, (long long)width, info.name);
     }
     ggml_quantize_chunk(type, src, dst, 0, rows, width, imatrix);
-    return TF_OK;
-}
-
-tf_status tf_check_finite(const float *values, int64_t n) {
-    for (int64_t i = 0; i < n; i++) {
-        if (!isfinite(values[i])) {
-            return tf_fail(TF_ERR_NONFINITE, "%s at index %lld", isnan(values[i]) ? "NaN" : "infinity", (long long)i);
-        }
-    }
     return TF_OK;
 }

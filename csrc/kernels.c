@@ -11,6 +11,8 @@ static const tf_kernel *const compiled[] = {
     &tf_kernel_avx2,
     &tf_kernel_avxvnni,
     &tf_kernel_avx512,
+#elif defined(__aarch64__)
+    &tf_kernel_neon,
 #endif
 };
 

@@ -82,6 +82,7 @@ extern const tf_kernel tf_kernel_scalar;
 extern const tf_kernel tf_kernel_avx2;
 extern const tf_kernel tf_kernel_avxvnni;
 extern const tf_kernel tf_kernel_avx512;
+extern const tf_kernel tf_kernel_neon;
 
 /* NULL name: the default. Returns NULL, with a message, for a name this CPU cannot run. */
 const tf_kernel *tf_kernel_find(const char *name);

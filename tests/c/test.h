@@ -66,6 +66,15 @@ static inline void test_planes_free(tf_planes *planes) {
     free(planes->plane8);
 }
 
+/* Sums of both halves of a block of 32 codes of one column among n, as tf_columns holds them. */
+static inline int32_t test_half_sums(const int8_t *codes, int32_t n) {
+    int32_t halves[2] = {0, 0};
+    for (int i = 0; i < 32; i++) {
+        halves[i / 16] += codes[i / 4 * 4 * n + i % 4];
+    }
+    return (int32_t)((uint32_t)(halves[0] & 0xffff) | (uint32_t)halves[1] << 16);
+}
+
 /* Root mean square of got - want, over that of want. */
 static inline double test_relative_rms(const float *got, const double *want, int64_t n) {
     double error = 0.0, power = 0.0;

@@ -20,6 +20,11 @@ static void check_quantizer(const tf_kernel *kernel, const float *values) {
     tf_activations want = {0}, got = {0};
     const tf_columns columns = quantized(&tf_kernel_scalar, x, &want);
     quantized(kernel, x, &got);
+    int8_t codes[4][TF_BLOCK];
+    int32_t sums[2][2];
+    tf_kernel_scalar.quantize(x, codes[0], codes[1], sums[0]);
+    kernel->quantize(x, codes[2], codes[3], sums[1]);
+    CHECK(memcmp(codes[0], codes[2], 2 * TF_BLOCK) == 0 && memcmp(sums[0], sums[1], sizeof sums[0]) == 0);
     free(x);
     for (size_t i = 0; i < tf_activations_bytes(&want); i += sizeof(float)) {
         float a, b;
@@ -87,11 +92,7 @@ static tf_columns random_columns(int64_t width, int32_t n, uint64_t *state, bool
         x.q[i] = (int8_t)(extreme ? -127 : (int64_t)(test_random(state) >> 40) % 255 - 127);
     }
     for (int64_t i = 0; i < width / TF_BLOCK * n; i++) {
-        int32_t halves[2] = {0, 0};
-        for (int64_t k = 0; k < TF_BLOCK; k++) {
-            halves[k / 16] += x.q[((i / n * TF_BLOCK + k) / 4 * n + i % n) * 4 + k % 4];
-        }
-        x.sums[i] = (int32_t)((uint32_t)(halves[0] & 0xffff) | (uint32_t)halves[1] << 16);
+        x.sums[i] = test_half_sums(x.q + (i / n * (TF_BLOCK / 4) * n + i % n) * 4, n);
         x.scale[i] = 1e-3f * fabsf(test_gaussian(state));
     }
     return x;

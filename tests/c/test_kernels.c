@@ -24,12 +24,13 @@ static tf_planes random_planes(const int64_t *shape, int32_t bits, uint64_t *sta
     return p;
 }
 
-/* Columns in buffers of exactly their size. */
+/* Columns in buffers of exactly their size, with the sums that belong to their codes. */
 static tf_columns random_columns(const int64_t *shape, int32_t n, uint64_t *state, bool extreme) {
     const int64_t width = shape[1], groups = tf_groups(width, (int32_t)shape[2]);
     tf_columns x = {.n = n};
     x.q = test_alloc((size_t)(width * n));
     x.scale = test_alloc((size_t)(width / TF_BLOCK * n) * sizeof *x.scale);
+    x.sums = test_alloc((size_t)(width / TF_BLOCK * n) * sizeof *x.sums);
     x.offset = test_alloc((size_t)(groups * n) * sizeof *x.offset);
     for (int64_t i = 0; i < width * n; i++) {
         const int64_t code = (int64_t)(test_random(state) >> 40) % 255 - 127;
@@ -37,6 +38,7 @@ static tf_columns random_columns(const int64_t *shape, int32_t n, uint64_t *stat
     }
     for (int64_t i = 0; i < width / TF_BLOCK * n; i++) {
         x.scale[i] = 1e-3f * fabsf(test_gaussian(state));
+        x.sums[i] = test_half_sums(x.q + (i / n * (TF_BLOCK / 4) * n + i % n) * 4, n);
     }
     for (int64_t i = 0; i < groups * n; i++) {
         x.offset[i] = test_gaussian(state);
@@ -68,6 +70,7 @@ static void test_panels(const tf_kernel *kernel) {
                 compare_panels(kernel, &planes, &x);
                 free(x.q);
                 free(x.scale);
+                free(x.sums);
                 free(x.offset);
             }
             test_planes_free(&planes);
