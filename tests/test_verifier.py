@@ -105,7 +105,9 @@ def test_device_whose_memory_the_host_cannot_see(model: tuple[Path, np.ndarray])
     stock = llama_cpp.Llama(str(base), n_gpu_layers=-1, flash_attn=False, **SETTINGS)
     np.testing.assert_array_equal(logits_of(llm, tokens, draft=True), logits_of(stock, tokens))
     assert llm._engine.counters()["to_device_bytes"] == counters["to_device_bytes"]  # drafts do not cross
+    llm.reset()  # the cache holds the drafts' entries
     made = [token for token, _ in zip(llm.generate(tokens[:9], temp=0.0), range(12), strict=False)]
+    assert llm.stats["checks"] > 0 and llm.stats["drafted"] > 0
     llm.draft_tokens = 0
     llm.reset()
     assert made == [token for token, _ in zip(llm.generate(tokens[:9], temp=0.0), range(12), strict=False)]
