@@ -291,9 +291,9 @@ static bool supported(void) {
     return has_avx2() && (a >> 4 & 1);
 }
 
-const tf_kernel tf_kernel_avxvnni = {"avx-vnni", run, run_q2k, NULL, quantize, MAX_COLUMNS, supported, NULL};
+const tf_kernel tf_kernel_avxvnni = {"avx-vnni", run, run_q2k, quantize, MAX_COLUMNS, supported, NULL};
 #else
 static bool supported(void) { return has_avx2(); }
 
-const tf_kernel tf_kernel_avx2 = {"avx2", run, run_q2k, NULL, quantize, MAX_COLUMNS, supported, NULL};
+const tf_kernel tf_kernel_avx2 = {"avx2", run, run_q2k, quantize, MAX_COLUMNS, supported, NULL};
 #endif

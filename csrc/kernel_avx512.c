@@ -138,102 +138,6 @@ static void run(const tf_planes *planes, int64_t panel, const tf_columns *x, flo
     }
 }
 
-/* ---- pairs: two panels at a time ------------------------------------------------------------- */
-
-/* With several columns the broadcasts of x, one for each multiplication, are what limits a single panel
- * (the load ports, 1.4 a cycle on Zen 5); here each is used twice. */
-
-/* Adds 16 inputs of both panels. */
-INLINE void pair_unit(const streams *p, int64_t at, const int8_t *q, __m512i *dots0, __m512i *dots1, int bits, int n) {
-    __m512i codes0[4], codes1[4];
-    prefetch(&p[0], at, bits);
-    prefetch(&p[1], at, bits);
-    unpack(p[0].p4 + at * 128, p[0].p6 + at * 64, p[0].p8 + at * 64, codes0, bits);
-    unpack(p[1].p4 + at * 128, p[1].p6 + at * 64, p[1].p8 + at * 64, codes1, bits);
-    for (int c = 0; c < 4; c++) {
-        for (int j = 0; j < n; j++) {
-            const __m512i x = _mm512_set1_epi32(*(const int32_t *)(const void *)(q + (c * n + j) * 4));
-            dots0[j] = _mm512_dpbusd_epi32(dots0[j], codes0[c], x);
-            dots1[j] = _mm512_dpbusd_epi32(dots1[j], codes1[c], x);
-        }
-    }
-}
-
-/* sum += dot * scale; the sums of 16 columns do not fit into registers beside their dot products. */
-INLINE void add_dot(float *sum, __m512i dot, __m512 scale) {
-    _mm512_store_ps(sum, _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, _mm512_load_ps(sum)));
-}
-
-INLINE void pair_sums(const streams *p, int64_t b, const int8_t *q, const float *scales, float factor, float *sums,
-                      int bits, int n) {
-    __m512i dots0[TF_MAX_COLUMNS], dots1[TF_MAX_COLUMNS];
-    for (int j = 0; j < n; j++) {
-        dots0[j] = dots1[j] = _mm512_setzero_si512();
-    }
-    for (int u = 0; u < 2; u++) {
-        pair_unit(p, b * 2 + u, q + (b * 2 + u) * 16 * n, dots0, dots1, bits, n);
-    }
-    for (int j = 0; j < n; j++) {
-        const __m512 scale = _mm512_set1_ps(scales[b * n + j] * factor);
-        add_dot(sums + j * 2 * TF_PANEL_ROWS, dots0[j], scale);
-        add_dot(sums + (j * 2 + 1) * TF_PANEL_ROWS, dots1[j], scale);
-    }
-}
-
-INLINE void pair_n(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tile, int bits, int n) {
-    const int64_t groups = tf_groups(planes->width, planes->group);
-    const int64_t blocks = planes->width / TF_BLOCK, group_blocks = planes->group / TF_BLOCK;
-    const streams p[2] = {panel_streams(planes, panel, bits), panel_streams(planes, panel + 1, bits)};
-    const uint16_t *scales = planes->scales + panel * groups * TF_PANEL_ROWS;
-    float *const tile1 = tile + TF_MAX_COLUMNS * TF_PANEL_ROWS;
-    memset(tile, 0, 2 * TF_MAX_COLUMNS * TF_PANEL_ROWS * sizeof *tile);
-    for (int64_t g = 0, b = 0; g < groups; g++) {
-        const int64_t end = (g + 1) * group_blocks < blocks ? (g + 1) * group_blocks : blocks;
-        _Alignas(64) float sums[TF_MAX_COLUMNS * 2 * TF_PANEL_ROWS];
-        for (int j = 0; j < n; j++) {
-            _mm512_store_ps(sums + j * 2 * TF_PANEL_ROWS, _mm512_set1_ps(x->offset[g * n + j]));
-            _mm512_store_ps(sums + (j * 2 + 1) * TF_PANEL_ROWS, _mm512_set1_ps(x->offset[g * n + j]));
-        }
-        for (; b < end; b++) {
-            pair_sums(p, b, x->q, x->scale, 1.0f, sums, bits, n);
-            if (tf_has_low(x, b)) {
-                pair_sums(p, b, x->low, x->scale, TF_LOW, sums, bits, n);
-            }
-        }
-        const __m256i *halves = (const __m256i *)(scales + g * TF_PANEL_ROWS);
-        const __m512 scale0 = _mm512_cvtph_ps(_mm256_loadu_si256(halves));
-        const __m512 scale1 = _mm512_cvtph_ps(_mm256_loadu_si256(halves + groups));
-        for (int j = 0; j < n; j++) {
-            const float *from = sums + j * 2 * TF_PANEL_ROWS;
-            float *to0 = tile + j * TF_PANEL_ROWS, *to1 = tile1 + j * TF_PANEL_ROWS;
-            _mm512_storeu_ps(to0, _mm512_fmadd_ps(_mm512_load_ps(from), scale0, _mm512_loadu_ps(to0)));
-            _mm512_storeu_ps(to1, _mm512_fmadd_ps(_mm512_load_ps(from + TF_PANEL_ROWS), scale1, _mm512_loadu_ps(to1)));
-        }
-    }
-}
-
-INLINE void pair_bits(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tile, int bits) {
-    switch (x->n) {
-        case 4: pair_n(planes, panel, x, tile, bits, 4); break;
-        case 5: pair_n(planes, panel, x, tile, bits, 5); break;
-        case 6: pair_n(planes, panel, x, tile, bits, 6); break;
-        case 7: pair_n(planes, panel, x, tile, bits, 7); break;
-        default: pair_n(planes, panel, x, tile, bits, 8); break;
-    }
-}
-
-static bool run_pair(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tile) {
-    if (x->n < 4) {
-        return false; /* bound by memory */
-    }
-    switch (planes->bits) {
-        case 4: pair_bits(planes, panel, x, tile, 4); break;
-        case 6: pair_bits(planes, panel, x, tile, 6); break;
-        default: pair_bits(planes, panel, x, tile, 8); break;
-    }
-    return true;
-}
-
 /* ---- Q2_K base ------------------------------------------------------------------------------- */
 
 /* Dot products of a sub-block of 16 inputs with n columns. */
@@ -374,4 +278,4 @@ static bool supported(void) {
            __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
-const tf_kernel tf_kernel_avx512 = {"avx512-vnni", run, run_q2k, run_pair, quantize, TF_MAX_COLUMNS, supported, peak};
+const tf_kernel tf_kernel_avx512 = {"avx512-vnni", run, run_q2k, quantize, TF_MAX_COLUMNS, supported, peak};

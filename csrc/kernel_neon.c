@@ -294,4 +294,4 @@ static bool supported(void) {
 #endif
 }
 
-const tf_kernel tf_kernel_neon = {"neon-dotprod", run, run_q2k, NULL, quantize, TF_MAX_COLUMNS, supported, NULL};
+const tf_kernel tf_kernel_neon = {"neon-dotprod", run, run_q2k, quantize, TF_MAX_COLUMNS, supported, NULL};

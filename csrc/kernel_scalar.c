@@ -123,4 +123,4 @@ static float quantize(const float *x, int8_t *high, int8_t *low, int32_t *sums) 
 
 static bool always(void) { return true; }
 
-const tf_kernel tf_kernel_scalar = {"scalar", run, run_q2k, NULL, quantize, TF_MAX_COLUMNS, always, NULL};
+const tf_kernel tf_kernel_scalar = {"scalar", run, run_q2k, quantize, TF_MAX_COLUMNS, always, NULL};

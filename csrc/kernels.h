@@ -59,8 +59,6 @@ static inline bool tf_has_low(const tf_columns *x, int64_t block) {
 typedef void (*tf_panel_kernel)(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tile);
 /* The same for a base of Q2_K. */
 typedef void (*tf_q2k_kernel)(const tf_base *base, int64_t panel, const tf_columns *x, float *tile);
-/* The same for `panel` and the one after it, tiles: [2][8][16]; false: not done, one at a time is as fast. */
-typedef bool (*tf_pair_kernel)(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tiles);
 /* Quantizes 32 activations to 16 bits, x = scale * (256 * high + low), and returns scale. sums: of high and of low,
  * as tf_columns has them. */
 typedef float (*tf_quantizer)(const float *x, int8_t *high, int8_t *low, int32_t *sums);
@@ -69,7 +67,6 @@ typedef struct tf_kernel {
     const char *name;
     tf_panel_kernel run;
     tf_q2k_kernel run_q2k;
-    tf_pair_kernel run_pair; /* NULL: none */
     tf_quantizer quantize;
     int32_t max_columns; /* of a block, at most TF_MAX_COLUMNS */
     bool (*supported)(void);

@@ -26,49 +26,31 @@ static void store_tile(const tf_product *product, int64_t panel, int64_t first_c
     }
 }
 
-enum { TILE = TF_MAX_COLUMNS * TF_PANEL_ROWS };
-
-/* Tiles of `panels` (1 or 2) panels from `panel` on. */
-static void planes_tiles(const tf_kernel *kernel, const tf_planes *planes, int64_t panel, int64_t panels,
-                         const tf_columns *x, float *tiles) {
-    if (panels == 2 && kernel->run_pair != NULL && kernel->run_pair(planes, panel, x, tiles)) {
+static void base_tile(const tf_kernel *kernel, const tf_base *base, int64_t panel, tf_columns x, float *tile) {
+    if (base->supers != NULL) {
+        kernel->run_q2k(base, panel, &x, tile);
         return;
     }
-    for (int64_t i = 0; i < panels; i++) {
-        kernel->run(planes, panel + i, x, tiles + i * TILE);
-    }
+    x.offset = x.base_offset;
+    kernel->run(&base->planes, panel, &x, tile);
 }
 
-static void base_tiles(const tf_kernel *kernel, const tf_base *base, int64_t panel, int64_t panels, tf_columns x,
-                       float *tiles) {
-    if (base->supers == NULL) {
-        x.offset = x.base_offset;
-        planes_tiles(kernel, &base->planes, panel, panels, &x, tiles);
-        return;
-    }
-    for (int64_t i = 0; i < panels; i++) {
-        kernel->run_q2k(base, panel + i, &x, tiles + i * TILE);
-    }
-}
-
-static void run_panels(const tf_kernel *kernel, const tf_product *product, int64_t panel, int64_t panels) {
-    _Alignas(64) float tiles[2 * TILE], second[2 * TILE];
+static void run_panel(const tf_kernel *kernel, const tf_product *product, int64_t panel) {
+    _Alignas(64) float tile[TF_MAX_COLUMNS * TF_PANEL_ROWS], second[TF_MAX_COLUMNS * TF_PANEL_ROWS];
     const bool both = product->base != NULL && product->has_residual;
     for (int64_t block = 0; block < tf_activations_blocks(product->x); block++) {
         tf_columns x = tf_activations_block(product->x, block);
         if (product->base != NULL) {
-            base_tiles(kernel, product->base, panel, panels, x, tiles);
+            base_tile(kernel, product->base, panel, x, tile);
         }
         if (product->has_residual) {
             x.flags = NULL; /* the residual is small: 8 bits do */
-            planes_tiles(kernel, &product->residual, panel, panels, &x, both ? second : tiles);
+            kernel->run(&product->residual, panel, &x, both ? second : tile);
         }
-        for (int64_t i = 0; i < panels; i++) {
-            for (int32_t k = 0; both && k < x.n * TF_PANEL_ROWS; k++) {
-                tiles[i * TILE + k] += second[i * TILE + k];
-            }
-            store_tile(product, panel + i, block * product->x->columns, x.n, tiles + i * TILE);
+        for (int32_t i = 0; both && i < x.n * TF_PANEL_ROWS; i++) {
+            tile[i] += second[i];
         }
+        store_tile(product, panel, block * product->x->columns, x.n, tile);
     }
 }
 
@@ -83,9 +65,8 @@ void tf_shares_init(tf_share *shares, int32_t count, const tf_product *product) 
 static void drain(tf_share *from, const tf_kernel *kernel, const tf_product *product) {
     for (;;) {
         const int64_t first = atomic_fetch_add_explicit(&from->next, TAKE, memory_order_relaxed);
-        const int64_t end = first + TAKE < from->end ? first + TAKE : from->end;
-        for (int64_t panel = first; panel < end; panel += 2) {
-            run_panels(kernel, product, panel, end - panel < 2 ? 1 : 2);
+        for (int64_t panel = first; panel < first + TAKE && panel < from->end; panel++) {
+            run_panel(kernel, product, panel);
         }
         if (first + TAKE >= from->end) {
             return;
@@ -120,22 +101,25 @@ typedef struct columns_task {
     const tf_kernel *kernel;
     const tf_activations *a;
     const float *x;
-    _Atomic int64_t next;
+    _Atomic int64_t next_block; /* neighbouring columns share cache lines, so one thread does a whole block */
 } columns_task;
 
 static void columns_job(void *argument, int32_t thread, int32_t threads) {
     columns_task *task = argument;
     (void)thread;
     (void)threads;
-    for (int64_t j; (j = atomic_fetch_add(&task->next, 1)) < task->a->n;) {
-        tf_activations_quantize(task->a, task->kernel, j, task->x + j * task->a->width);
+    const tf_activations *a = task->a;
+    for (int64_t b; (b = atomic_fetch_add(&task->next_block, 1)) < tf_activations_blocks(a);) {
+        for (int64_t j = b * a->columns; j < (b + 1) * a->columns && j < a->n; j++) {
+            tf_activations_quantize(a, task->kernel, j, task->x + j * a->width);
+        }
     }
 }
 
 void tf_quantize_columns(tf_pool *pool, const tf_kernel *kernel, const tf_activations *a, const float *x) {
     columns_task task = {.kernel = kernel, .a = a, .x = x};
-    if (a->n == 1) {
-        columns_job(&task, 0, 1); /* less than waking the others takes */
+    if (tf_activations_blocks(a) == 1) {
+        columns_job(&task, 0, 1);
     } else {
         tf_pool_run(pool, columns_job, &task);
     }
