@@ -1,7 +1,7 @@
 /* AVX2, compiled twice: with TF_AVXVNNI for CPUs that have the 256-bit dot product, and without, where
  * vpmaddubsw takes its place. That one adds pairs in 16 bits and saturates, so the codes are fed to it in
- * parts that cannot reach 32767: 4 bits (15 * 128 * 2 = 3840), 6 bits (63 * 128 * 2 = 16128) and, for 8
- * bits, 6 + 2. The integers come out the same. */
+ * parts of which two chunks cannot reach 32767: 6 bits (63 * 128 * 4 = 32256), or 4, and 2 more for 8 bits.
+ * The integers come out the same. */
 #include <immintrin.h>
 #include <math.h>
 
@@ -18,13 +18,42 @@ INLINE __m256i four_bits(__m256i four, int c) { return and8(c % 2 ? _mm256_srli_
 /* Chunk c of a 2-bit plane, in bits 0-1. */
 INLINE __m256i two_bits(__m256i two, int c) { return and8(_mm256_srli_epi16(two, 2 * c), 0x03); }
 
-/* One chunk of 8 rows, as parts to multiply: codes = parts[0] << shift | parts[1]. */
+INLINE __m256i load(const uint8_t *from) { return _mm256_loadu_si256((const __m256i *)from); }
+
+/* One chunk of 8 rows. codes = top << shift() | low. */
 typedef struct codes {
     __m256i top, low;
 } codes;
 
-INLINE codes unpack(const __m256i *a, __m256i b, __m256i d, int c, int bits) {
-    codes out = {four_bits(a[c / 2], c), _mm256_setzero_si256()};
+#ifdef TF_AVXVNNI
+INLINE int shift(int bits) {
+    (void)bits;
+    return 0; /* the dot product takes whole bytes */
+}
+
+INLINE codes unpack(__m256i a, __m256i b, __m256i d, int c, int bits) {
+    __m256i all = and8(c % 2 ? a : _mm256_slli_epi16(a, 4), 0xf0);
+    if (bits >= 6) {
+        const __m256i six = c == 0 ? _mm256_slli_epi16(b, 2) : _mm256_srli_epi16(b, 2 * (c - 1));
+        all = _mm256_or_si256(all, and8(six, 0x0c));
+    }
+    if (bits == 8) {
+        all = _mm256_or_si256(all, two_bits(d, c));
+    }
+    return (codes){all, _mm256_setzero_si256()};
+}
+
+/* Adds two chunks to a dot product. */
+INLINE __m256i multiply(__m256i dot, const codes *w, __m256i x0, __m256i x1, int bits) {
+    (void)bits;
+    return _mm256_dpbusd_avx_epi32(_mm256_dpbusd_avx_epi32(dot, w[0].top, x0), w[1].top, x1);
+}
+#else
+/* What is left to shift when a block is done. */
+INLINE int shift(int bits) { return bits == 4 ? 4 : bits == 6 ? 2 : 0; }
+
+INLINE codes unpack(__m256i a, __m256i b, __m256i d, int c, int bits) {
+    codes out = {four_bits(a, c), _mm256_setzero_si256()};
     if (bits >= 6) {
         out.top = _mm256_or_si256(_mm256_slli_epi16(out.top, 2), two_bits(b, c));
     }
@@ -34,61 +63,60 @@ INLINE codes unpack(const __m256i *a, __m256i b, __m256i d, int c, int bits) {
     return out;
 }
 
-/* Shift that takes the top part to the place of its bits in the code. */
-INLINE int top_shift(int bits) { return bits == 4 ? 4 : 2; }
-
-#ifdef TF_AVXVNNI
-INLINE __m256i multiply(__m256i dot, codes w, __m256i x, int bits) {
-    const __m256i top = _mm256_slli_epi16(w.top, top_shift(bits)); /* < 256: nothing crosses a byte */
-    return _mm256_dpbusd_avx_epi32(dot, bits == 8 ? _mm256_or_si256(top, w.low) : top, x);
-}
-#else
-INLINE __m256i multiply(__m256i dot, codes w, __m256i x, int bits) {
+/* Adds two chunks to a dot product. */
+INLINE __m256i multiply(__m256i dot, const codes *w, __m256i x0, __m256i x1, int bits) {
     const __m256i ones = _mm256_set1_epi16(1);
-    __m256i top = _mm256_madd_epi16(_mm256_maddubs_epi16(w.top, x), ones);
-    top = _mm256_slli_epi32(top, top_shift(bits));
+    const __m256i top = _mm256_add_epi16(_mm256_maddubs_epi16(w[0].top, x0), _mm256_maddubs_epi16(w[1].top, x1));
+    __m256i sum = _mm256_madd_epi16(top, ones);
     if (bits == 8) {
-        top = _mm256_add_epi32(top, _mm256_madd_epi16(_mm256_maddubs_epi16(w.low, x), ones));
+        const __m256i low = _mm256_add_epi16(_mm256_maddubs_epi16(w[0].low, x0), _mm256_maddubs_epi16(w[1].low, x1));
+        sum = _mm256_add_epi32(_mm256_slli_epi32(sum, 2), _mm256_madd_epi16(low, ones));
     }
-    return _mm256_add_epi32(dot, top);
+    return _mm256_add_epi32(dot, sum);
 }
 #endif
-
-/* Dot products of 8 rows (half of a panel) over one block of 32 inputs. */
-INLINE void block_dots(const uint8_t *p4, const uint8_t *p6, const uint8_t *p8, const int8_t *q, __m256i *dots,
-                       int bits, int n) {
-    for (int j = 0; j < n; j++) {
-        dots[j] = _mm256_setzero_si256();
-    }
-    for (int u = 0; u < 2; u++) {
-        const __m256i a[2] = {_mm256_loadu_si256((const __m256i *)(p4 + u * 128)),
-                              _mm256_loadu_si256((const __m256i *)(p4 + u * 128 + 64))};
-        const __m256i b = bits >= 6 ? _mm256_loadu_si256((const __m256i *)(p6 + u * 64)) : a[0];
-        const __m256i d = bits == 8 ? _mm256_loadu_si256((const __m256i *)(p8 + u * 64)) : a[0];
-        for (int c = 0; c < 4; c++) {
-            const codes w = unpack(a, b, d, c, bits);
-            for (int j = 0; j < n; j++) {
-                const __m256i x = _mm256_set1_epi32(*(const int32_t *)(q + ((u * 4 + c) * n + j) * 4));
-                dots[j] = multiply(dots[j], w, x, bits);
-            }
-        }
-    }
-}
 
 /* A panel's planes. */
 typedef struct streams {
     const uint8_t *p4, *p6, *p8;
 } streams;
 
-/* Adds block b, as x->q or x->low has it, to the sums of 8 rows and n columns. */
-INLINE void block_sums(const streams *p, int64_t b, int half, const tf_columns *x, const int8_t *q, float factor,
-                       __m256 *sums, int bits, int n) {
-    __m256i dots[MAX_COLUMNS];
-    block_dots(p->p4 + b * 256 + half * 32, p->p6 + b * 128 + half * 32, p->p8 + b * 128 + half * 32,
-               q + b * TF_BLOCK * n, dots, bits, n);
+/* Dot products of both halves of a panel over block b: twice the chains of one half, and x is loaded once. */
+INLINE void block_dots(const streams *p, int64_t b, const int8_t *q, __m256i (*dots)[MAX_COLUMNS], int bits, int n) {
+    for (int j = 0; j < n; j++) {
+        dots[0][j] = dots[1][j] = _mm256_setzero_si256();
+    }
+    for (int pair = 0; pair < 4; pair++) {
+        const int64_t unit = b * 2 + pair / 2, four = unit * 128 + pair % 2 * 64;
+        codes w[2][2];
+        for (int half = 0; half < 2; half++) {
+            const __m256i a = load(p->p4 + four + half * 32);
+            const __m256i six = bits >= 6 ? load(p->p6 + unit * 64 + half * 32) : a;
+            const __m256i eight = bits == 8 ? load(p->p8 + unit * 64 + half * 32) : a;
+            w[half][0] = unpack(a, six, eight, pair % 2 * 2, bits);
+            w[half][1] = unpack(a, six, eight, pair % 2 * 2 + 1, bits);
+        }
+        for (int j = 0; j < n; j++) {
+            const int8_t *at = q + ((b * 8 + pair * 2) * n + j) * 4;
+            const __m256i x0 = _mm256_set1_epi32(*(const int32_t *)(const void *)at);
+            const __m256i x1 = _mm256_set1_epi32(*(const int32_t *)(const void *)(at + n * 4));
+            dots[0][j] = multiply(dots[0][j], w[0], x0, x1, bits);
+            dots[1][j] = multiply(dots[1][j], w[1], x0, x1, bits);
+        }
+    }
+}
+
+/* Adds block b, as x->q or x->low has it, to the sums of n columns. */
+INLINE void block_sums(const streams *p, int64_t b, const tf_columns *x, const int8_t *q, float factor,
+                       __m256 (*sums)[MAX_COLUMNS], int bits, int n) {
+    __m256i dots[2][MAX_COLUMNS];
+    block_dots(p, b, q, dots, bits, n);
     for (int j = 0; j < n; j++) {
         const __m256 scale = _mm256_set1_ps(x->scale[b * n + j] * factor);
-        sums[j] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[j]), scale, sums[j]);
+        for (int half = 0; half < 2; half++) {
+            const __m256i dot = _mm256_slli_epi32(dots[half][j], shift(bits));
+            sums[half][j] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), scale, sums[half][j]);
+        }
     }
 }
 
@@ -109,11 +137,9 @@ INLINE void panel_n(const tf_planes *planes, int64_t panel, const tf_columns *x,
             sums[0][j] = sums[1][j] = _mm256_set1_ps(x->offset[g * n + j]);
         }
         for (; b < end; b++) {
-            for (int half = 0; half < 2; half++) {
-                block_sums(&p, b, half, x, x->q, 1.0f, sums[half], bits, n);
-                if (tf_has_low(x, b)) {
-                    block_sums(&p, b, half, x, x->low, TF_LOW, sums[half], bits, n);
-                }
+            block_sums(&p, b, x, x->q, 1.0f, sums, bits, n);
+            if (tf_has_low(x, b)) {
+                block_sums(&p, b, x, x->low, TF_LOW, sums, bits, n);
             }
         }
         for (int half = 0; half < 2; half++) {
