@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -243,7 +244,7 @@ def assert_cache_is_right_when_full(llm: twofold.Llama) -> None:
 def test_tokens_sent_into_the_generator(llm: twofold.Llama) -> None:
     source = llm.generate(llm.tokenize(PROMPT.encode()), temp=0.0)
     first = next(source)
-    after = source.send([90, 91])
+    after = source.send(np.array([90, 91]))
     source.close()
     llm.reset()
     assert after == next(llm.generate([*llm.tokenize(PROMPT.encode()), first, 90, 91], temp=0.0))
@@ -280,6 +281,77 @@ def test_state_can_be_saved_and_pickled(llm: twofold.Llama) -> None:
     copy = pickle.loads(pickle.dumps(llm))
     assert (copy.draft_tokens, copy.residual_bits) == (2, 8)
     assert tokens(copy, 10) == expected
+
+
+def test_closed_or_collected_models(tiny_pair: Path) -> None:
+    """A generator that outlives its model ends quietly; further calls say that the model is closed."""
+    model = twofold.Llama(tiny_pair, n_ctx=256, verbose=False)
+    source = model.generate(model.tokenize(PROMPT.encode()), temp=0.0)
+    next(source)
+    model.close()
+    source.close()
+    with pytest.raises(errors.DecodeError, match="closed"):
+        next(model.generate([5, 6], temp=0.0))
+    model = twofold.Llama(tiny_pair, n_ctx=256, verbose=False)
+    model.kept = model.generate(model.tokenize(PROMPT.encode()), temp=0.0)
+    next(model.kept)
+    del model
+    gc.collect()
+
+
+def test_continuing_without_reset(llm: twofold.Llama) -> None:
+    expected = plain(llm, 12)
+    for count in range(1, 10):
+        llm.reset()
+        made = tokens(llm, count)
+        if llm._input_ids.tolist()[-1:] != made[-1:]:
+            llm.eval(made[-1:])
+        assert next(llm.generate([], reset=False, temp=0.0)) == expected[count]
+        llm._requires_eval = True
+        assert llm.sample(temp=0.0) == expected[count]
+
+
+@pytest.mark.parametrize("settings", [{"n_batch": 1}, {"n_ctx": 100}, {"n_ctx": 100, "logits_all": True}])
+def test_small_batches_and_odd_contexts(llm: twofold.Llama, tiny_pair: Path, settings: dict[str, Any]) -> None:
+    expected = plain(llm, 150)
+    model = twofold.Llama(tiny_pair, verbose=False, **{"n_ctx": 256, **settings})
+    assert tokens(model, 150) == expected
+
+
+def test_refusals_of_llama_cpp_are_named(llm: twofold.Llama) -> None:
+    with pytest.raises(errors.DecodeError, match="invalid batch"):
+        llm.eval([100_000])
+    llm.reset()
+    with pytest.raises(errors.DecodeError, match="no room in the context"):
+        llm.eval([70] * 600)
+
+
+def test_older_generators_leave_the_cache_alone(llm: twofold.Llama) -> None:
+    expected = plain(llm, 20)
+    older = llm.generate(llm.tokenize(b"which would"), temp=0.0)
+    next(older)
+    newer = llm.generate(llm.tokenize(PROMPT.encode()), temp=0.0)
+    made = [next(newer) for _ in range(3)]
+    with pytest.raises(errors.DecodeError, match="another call"):
+        next(older)
+    older.close()
+    assert [*made, *(next(newer) for _ in range(17))] == expected
+
+
+def test_states_of_another_verifier_are_not_used(llm: twofold.Llama) -> None:
+    tokens(llm, 5)
+    state = llm.save_state()
+    llm.residual_bits = 4
+    llm.load_state(state)
+    tokens(llm, 5)
+    assert llm.stats["prompt_tokens"] == len(llm.tokenize(PROMPT.encode()))
+
+
+def test_vocab_only(tiny_pair: Path) -> None:
+    model = twofold.Llama(tiny_pair, vocab_only=True, verbose=False)
+    assert model.tokenize(b"the people")
+    with pytest.raises(errors.UnsupportedError, match="vocab_only"):
+        next(model.generate([5, 6]))
 
 
 def test_memory_is_counted(llm: twofold.Llama, tiny_pair: Path) -> None:

@@ -165,14 +165,24 @@ class Decoder:
         DecodeError
             if llama.cpp refuses the batch or a residual could not be applied.
         """
+        self._check_open()
         if self.engine is not None:
             self.engine.begin(self._mode)
         code = llama_cpp.llama_decode(self._ctx, batch.batch)
-        if self.engine is not None:
+        reasons = {1: "no room in the context", 2: "aborted", -1: "invalid batch"}  # with these no graph ran to its end
+        if self.engine is not None and code not in reasons:
             self.engine.end()
         if code != 0:
-            why = {1: "no room in the context", 2: "aborted", -1: "invalid batch"}.get(code, "failed")
-            raise errors.DecodeError(f"llama_decode returned {code}: {why}")
+            raise errors.DecodeError(f"llama_decode returned {code}: {reasons.get(code, 'failed')}")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the context still exists."""
+        return self._llama._ctx.ctx is not None
+
+    def _check_open(self) -> None:
+        if not self.is_open:
+            raise errors.DecodeError("the model is closed")
 
     def decode(self, tokens: Sequence[int], position: int, *, all_rows: bool) -> None:
         """Decode tokens from `position` on; logits of all of them, or of the last."""
@@ -192,7 +202,7 @@ class Decoder:
         another order than for several rows: a check of one token would round otherwise than a wider one.
         """
         claiming = self.engine is not None and self.engine.claiming and self._mode == Engine.VERIFY
-        return claiming and len(tokens) == 1 and position + 2 <= self._llama._n_ctx
+        return claiming and len(tokens) == 1 and self.max_batch > 1 and position + 2 <= self._llama._n_ctx
 
     def truncate(self, position: int) -> None:
         """Forget everything from `position` on.
@@ -202,11 +212,13 @@ class Decoder:
         DecodeError
             if the cache cannot drop part of a sequence.
         """
+        self._check_open()
         if not self._llama._ctx.kv_cache_seq_rm(0, position, -1):
             raise errors.DecodeError(f"the cache cannot be cut back to {position} tokens")
 
     def logits(self, row: int) -> Floats:
         """Logits of a row, float32 ``(n_vocab,)``, in llama.cpp's own memory until the next decode."""
+        self._check_open()
         pointer = llama_cpp.llama_get_logits_ith(self._ctx, row)
         if not pointer:
             raise errors.DecodeError(f"no logits for row {row}")

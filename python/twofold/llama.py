@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-import sys
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from twofold import errors, speculate
-from twofold.decoder import SPLIT_MODE_TENSOR, BaseLlama, keywords, make_sampler, physical_cores
-from twofold.engine import Engine
-from twofold.pairfile import open_pair, residual_bytes
+from twofold.decoder import BaseLlama, make_sampler, physical_cores
+from twofold.loading import check_arguments, load_engine, set_bits
+from twofold.pairfile import residual_bytes
 from twofold.stats import Meter, Stats
 
-_OURS = {"draft_tokens", "residual_bits", "residual_path", "claim", "preload"}
 MAX_DRAFT = 32
 
 
@@ -58,6 +57,10 @@ class Llama(BaseLlama):
         Of the last call (:class:`twofold.stats.Stats`).
     """
 
+    input_ids: Any  # of llama_cpp.Llama
+    scores: Any
+    n_tokens: int
+
     def __init__(
         self,
         model_path: str | os.PathLike[str],
@@ -69,7 +72,7 @@ class Llama(BaseLlama):
         preload: bool = True,
         **arguments: Any,
     ) -> None:
-        _check_arguments(arguments)
+        check_arguments(arguments)
         arguments.setdefault("n_threads", physical_cores())
         arguments.setdefault("n_threads_batch", arguments["n_threads"])
         # ggml's flash attention computes each token alike whatever stands beside it in the batch; its other attention
@@ -80,20 +83,20 @@ class Llama(BaseLlama):
         self.draft_tokens = draft_tokens
         engine = None
         if residual_bits != 0 and not arguments.get("vocab_only"):
-            pair = open_pair(Path(model_path), Path(residual_path) if residual_path else None)
-            engine = Engine(pair.residual, arguments["n_threads_batch"] or physical_cores())
-            engine.claim(pair.has_base_kernels if claim is None else claim)
-            if preload or arguments.get("use_mlock"):
-                pair.residual.load(
-                    residual_bits or pair.residual.bits,
-                    lock=bool(arguments.get("use_mlock")),
-                    progress=bool(arguments.get("verbose", True)) and sys.stderr.isatty(),
-                )
-        self._residual_bits = 0
-        if engine is not None:
-            self._residual_bits = _set_bits(engine, residual_bits)
+            engine = load_engine(
+                Path(model_path), residual_path, arguments, bits=residual_bits, claim=claim, preload=preload
+            )
+        self._residual_bits = 0 if engine is None else set_bits(engine, residual_bits)
         super().__init__(engine, model_path=os.fspath(model_path), **arguments)
+        self._fit_to_context()
         self._make_base_panels()
+
+    def _fit_to_context(self) -> None:
+        """Make room for as many tokens as the context holds: llama.cpp rounds n_ctx up, llama_cpp does not know."""
+        if self.input_ids.size < self._n_ctx:
+            self.input_ids = np.zeros(self._n_ctx, np.intc)
+            if self._logits_all:
+                self.scores = np.zeros((self._n_ctx, self._n_vocab), np.single)
 
     def _make_base_panels(self) -> None:
         """Decode a token, so that the base is rearranged for our kernels now and not in the first prompt."""
@@ -136,7 +139,7 @@ class Llama(BaseLlama):
         if self._engine is None:
             raise errors.ArgumentError("the model was loaded with residual_bits=0, without its residual")
         if value != self._residual_bits:
-            self._residual_bits = _set_bits(self._engine, value)
+            self._residual_bits = set_bits(self._engine, value)
             self.reset()  # cached entries are of the other verifier
 
     @property
@@ -192,8 +195,11 @@ class Llama(BaseLlama):
         DecodeError
             when the context is full, or llama.cpp or the engine fail.
         """
+        if self.model_params.vocab_only:
+            raise errors.UnsupportedError("the model was loaded with vocab_only=True: it can tokenize, not generate")
         plain = repeat_penalty == 1.0 and frequency_penalty == presence_penalty == 0.0
         choose = self._decoder.greedy
+        self._sampler: Any = None
         if temp != 0.0 or not plain or logits_processor is not None or grammar is not None:
             self._sampler = make_sampler(
                 self,
@@ -225,17 +231,19 @@ class Llama(BaseLlama):
     ) -> Generator[int, Sequence[int] | None, None]:
         """Prompt, then rounds of draft and check, until the caller stops."""
         self._stats = stats = Stats()
+        self._running = running = object()  # a later call owns the cache
         meter = Meter(self._engine, stats)
         drafted: list[int] = []
+        checked = False  # whether the rows to read are a check's
         try:
-            pending = self._reuse_prefix(tokens) if reset else tokens
+            pending = self._reuse_prefix(tokens) if reset else tokens or self._last_again()
             while True:
                 if pending:
                     stats.prompt_tokens += len(pending)
                     with stats.timed("prompt_s"):
                         self.eval(pending)
                     meter.update()
-                    pending, drafted = [], []
+                    pending, drafted, checked = [], [], False
                 row = 0 if drafted else -1
                 for place in range(len(drafted) + 1):
                     token = choose(row + place)
@@ -245,23 +253,52 @@ class Llama(BaseLlama):
                     ):
                         return
                     sent = yield token
-                    if sent:
-                        pending = [token, *sent]
+                    if self._running is not running:
+                        raise errors.DecodeError("another call has used the model since; start again")
+                    if sent is not None and len(sent):
+                        pending = [token, *(int(other) for other in sent)]
                         break
                     if place == len(drafted) or token != drafted[place]:
-                        if stats.checks:
+                        if checked:
                             stats.count_outcome(place + 1)
                         break
                     stats.agreed_by_position[place] += 1
                     self._advance(place + 1)
                 self._decoder.truncate(self.n_tokens)
                 if not pending:
-                    drafted = self._round(token, stats)
+                    drafted, checked = self._round(token, stats), True
                     meter.update()
         finally:
-            self._decoder.truncate(self.n_tokens)
-            self._requires_eval = True
+            if self._running is running and self._decoder.is_open:
+                self._decoder.truncate(self.n_tokens)
+                self._requires_eval = True
             meter.update()
+
+    def _last_again(self) -> list[int]:
+        """Take the last token back, to be decoded once more, if its logits are not those of the last decode."""
+        if not (self._requires_eval and self.n_tokens):
+            return []
+        self.n_tokens -= 1
+        return [int(self.input_ids[self.n_tokens])]
+
+    def sample(self, *arguments: Any, **settings: Any) -> int:
+        """Sample what follows the text so far, as llama_cpp.Llama.sample does."""
+        again = self._last_again()
+        if again:
+            self.eval(again)
+        return int(super().sample(*arguments, **settings))
+
+    def save_state(self) -> Any:
+        """Save the context, as llama_cpp.Llama.save_state does, and which verifier its entries are of."""
+        state = super().save_state()
+        state.residual_bits = self._residual_bits
+        return state
+
+    def load_state(self, state: Any) -> None:
+        """Load a saved context; entries of another verifier are forgotten."""
+        super().load_state(state)
+        if getattr(state, "residual_bits", self._residual_bits) != self._residual_bits:
+            self.reset()
 
     def _advance(self, place: int) -> None:
         """Count one more decoded token as part of the text."""
@@ -303,31 +340,3 @@ class Llama(BaseLlama):
         if self._engine is not None:
             ours |= {"residual_bits": self._residual_bits, "claim": self._engine.claiming}
         return {"residual_bits": 0, **super().__getstate__(), **ours}
-
-
-def _set_bits(engine: Engine, bits: int | None) -> int:
-    chosen = engine.residual.bits if bits is None else bits
-    engine.set_bits(chosen)
-    return chosen
-
-
-def _check_arguments(arguments: dict[str, Any]) -> None:
-    known = keywords() | _OURS
-    for name in arguments:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else "; see help(twofold.Llama)"
-            raise errors.UnknownArgumentError(f"Llama has no argument {name!r}{hint}")
-    if arguments.get("split_mode") == SPLIT_MODE_TENSOR:
-        raise errors.UnsupportedError(
-            "split_mode tensor spreads each matrix over devices, where its residual cannot be added; "
-            "use LLAMA_SPLIT_MODE_LAYER"
-        )
-    if arguments.get("swa_full") is False:
-        raise errors.UnsupportedError(
-            "swa_full=False drops cells of the sliding window that cutting a draft back needs; leave it out"
-        )
-    if arguments.get("draft_model") is not None:
-        raise errors.UnsupportedError("draft_model: twofold drafts with its own base; use llama_cpp.Llama for others")
-    if os.environ.get("GGML_CUDA_GRAPH_OPT") == "1":
-        raise errors.UnsupportedError("GGML_CUDA_GRAPH_OPT=1 reorders the graph that residuals are added to; unset it")
