@@ -76,6 +76,10 @@ def measure(base: Path, text: str, count: int, reference_type: str, options: dic
         merged = llama_cpp.Llama(str(merged_path), **{**same, **settings})
         reference = logits_of(merged, tokens)
         merged.close()
+        q8_path = merge(base, Path(folder) / "q8_0.gguf", type="q8_0").path
+        q8 = llama_cpp.Llama(str(q8_path), **{**same, **settings})
+        q8_kld = kl_divergence(reference, logits_of(q8, tokens)).mean()
+        q8.close()
     kld = kl_divergence(reference, verifier)
     return {
         "base": base.name,
@@ -84,6 +88,7 @@ def measure(base: Path, text: str, count: int, reference_type: str, options: dic
         "verifier_kld_mean": float(kld.mean()),
         "verifier_kld_p99": float(np.quantile(kld, 0.99)),
         "verifier_top1": float((reference.argmax(1) == verifier.argmax(1)).mean()),
+        "q8_0_kld_mean": float(q8_kld),
         "base_kld_mean": float(kl_divergence(reference, stock_drafts).mean()),
         "draft_against_stock_kld_mean": float(kl_divergence(stock_drafts, drafts).mean()),
         "draft_bits_equal": bool(np.array_equal(stock_drafts, drafts)),
