@@ -13,7 +13,6 @@ import json
 import platform
 import statistics
 import time
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,7 @@ import twofold
 from twofold import prompting
 from twofold.blocks import default_kernel
 from twofold.decoder import quiet_log
-
-KINDS = ["code", "chat", "maths", "summary", "language"]
-
-
-def prompts(count: int, kinds: list[str]) -> list[dict[str, str]]:
-    """Return the first `count` prompts of these kinds from the package's set."""
-    lines = files("twofold").joinpath("data/prompts.jsonl").read_text("utf-8").splitlines()
-    found = [json.loads(line) for line in lines]
-    return [prompt for prompt in found if prompt["kind"] in kinds][:count]
-
+from twofold.prompts import KINDS, prompts
 
 def run(llm: Any, tokens: list[int], count: int) -> tuple[list[int], float]:
     """Generate up to `count` tokens greedily; return them and the seconds after the first one."""

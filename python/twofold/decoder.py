@@ -49,6 +49,29 @@ def check_architecture(path: Path) -> None:
     UnsupportedError
         naming the architecture and the reason.
     """
+    with _opened_for_tokens(path) as model:
+        _refuse_unsupported(model, path)
+
+
+def vocabulary(path: Path) -> list[bytes]:
+    """Return the texts of a model's tokens, by id; unused ids at the end, which only pad the matrices, are left out.
+
+    Raises
+    ------
+    UnsupportedError
+        if llama.cpp cannot load the model, or its drafts could not be rolled back.
+    """
+    with _opened_for_tokens(path) as model:
+        _refuse_unsupported(model, path)
+        vocab = llama_cpp.llama_model_get_vocab(model)
+        count = llama_cpp.llama_vocab_n_tokens(vocab)
+        while count and llama_cpp.llama_vocab_get_attr(vocab, count - 1) & llama_cpp.LLAMA_TOKEN_ATTR_UNUSED:
+            count -= 1
+        return [llama_cpp.llama_vocab_get_text(vocab, token) or b"" for token in range(count)]
+
+
+@contextmanager
+def _opened_for_tokens(path: Path) -> Iterator[Any]:
     quiet_log()
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = True
@@ -56,7 +79,7 @@ def check_architecture(path: Path) -> None:
     if model is None:
         raise errors.UnsupportedError(f"{path}: llama.cpp {llama_cpp.__version__} cannot load this model")
     try:
-        _refuse_unsupported(model, path)
+        yield model
     finally:
         llama_cpp.llama_model_free(model)
 

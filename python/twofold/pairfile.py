@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from twofold import errors
+from twofold._native import Bytes
 from twofold.blocks import ggml_types, has_base_kernel
 from twofold.engine import Residual, ResidualTensor
 from twofold.metadata import Gguf, Tensor, fingerprint
@@ -95,7 +97,13 @@ def _check_belongs(
             )
 
 
+def parts_read(tensor: ResidualTensor, bits: int) -> Iterator[Bytes]:
+    """Yield the planes and scales that a verify reads of this tensor at `bits` (all experts)."""
+    needs = {"scales": 0, "plane4": 4, "plane6": 6, "plane8": 8}
+    for planes in tensor.planes:
+        yield from (data for name, data in planes.parts().items() if needs[name] <= bits)
+
+
 def residual_bytes(tensor: ResidualTensor, bits: int) -> int:
     """Bytes of RAM that a verify reads of this tensor at `bits` (all experts)."""
-    parts = {"scales": 0, "plane4": 4, "plane6": 6, "plane8": 8}
-    return sum(data.size for planes in tensor.planes for name, data in planes.parts().items() if parts[name] <= bits)
+    return sum(data.size for data in parts_read(tensor, bits))

@@ -24,6 +24,24 @@ def draft(decoder: Decoder, last: int, position: int, length: int) -> list[int]:
     return tokens
 
 
+def agreeing(decoder: Decoder, text: Sequence[int], position: int, limit: int) -> int:
+    """Return how many of `draft`'s tokens after ``text[0]``, at most `limit`, are those of the text before one is not.
+
+    Drafting ends at that one. The draft tokens that agree are the text's, so each decode takes the next token of it.
+    """
+    count = 0
+    try:
+        with decoder.drafting():
+            while count < limit:
+                decoder.decode([text[count]], position + count, all_rows=False)
+                if decoder.greedy(-1) != text[count + 1]:
+                    break
+                count += 1
+    finally:
+        decoder.truncate(position)
+    return count
+
+
 def check(decoder: Decoder, last: int, drafted: Sequence[int], position: int) -> None:
     """Decode `last` and the draft with the full model: row i holds what follows drafted[:i]."""
     decoder.decode([last, *drafted], position, all_rows=True)
