@@ -25,6 +25,7 @@ from twofold.blocks import default_kernel
 from twofold.decoder import quiet_log
 from twofold.prompts import KINDS, prompts
 
+
 def run(llm: Any, tokens: list[int], count: int) -> tuple[list[int], float]:
     """Generate up to `count` tokens greedily; return them and the seconds after the first one."""
     llm.reset()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import llama_cpp
 import numpy as np
@@ -22,11 +22,12 @@ from twofold import drafts, errors, prompting, simulate
 from twofold.blocks import default_kernel
 from twofold.decoder import physical_cores
 from twofold.drafts import Draft
-from twofold.llama import MAX_DRAFT
+from twofold.llama import MAX_DRAFT, Llama
 from twofold.prompts import KINDS, prompts
 from twofold.simulate import Agreements
 from twofold.texts import Text, Texts
 
+Result = TypeVar("Result")
 DEPTHS = (2, 3, 4, 6, 8, 12, 24)
 
 
@@ -173,13 +174,13 @@ class _Run:
             if text:
                 self._used[prompt.id] = text
         if not settings.measure_pairs and len(self._used) < len(asked):
-            self._each(models[0], lambda llm, prompt: self._text(llm, prompt), "texts")
+            self._each(models[0], self._text, "texts")
 
     def of(self, model: Draft) -> list[Agreements]:
         """Measure one model on all texts; the first pair makes those that are missing."""
         depths = self._settings.depths
 
-        def one(llm: prompting.Llama, prompt: _Prompt) -> Agreements:
+        def one(llm: Llama, prompt: _Prompt) -> Agreements:
             return drafts.agreements(llm, model, prompt.tokens, self._text(llm, prompt), depths)
 
         return self._each(model, one, model.name)
@@ -196,7 +197,7 @@ class _Run:
             for (name, mark), count in made.items()
         ]
 
-    def _each(self, model: Draft, one: Any, name: str) -> list[Any]:
+    def _each(self, model: Draft, one: Callable[[Llama, _Prompt], Result], name: str) -> list[Result]:
         settings = self._settings
         context = max(len(p.tokens) for p in self._asked) + settings.tokens + max(settings.depths) + 1
         options: dict[str, Any] = {"n_gpu_layers": settings.gpu_layers}
@@ -206,7 +207,7 @@ class _Run:
             bar = tqdm(self._asked, desc=name, unit="prompts", disable=not self._progress)
             return [one(llm, prompt) for prompt in bar]
 
-    def _text(self, llm: prompting.Llama, prompt: _Prompt) -> list[int]:
+    def _text(self, llm: Llama, prompt: _Prompt) -> list[int]:
         if prompt.id not in self._used:
             first = self._models[0]
             tokens = drafts.make_text(llm, prompt.tokens, self._settings.tokens)

@@ -14,8 +14,11 @@ from typing import Any, TypeAlias
 
 import twofold
 from twofold import commands, conversation, errors
+from twofold.accept import DEPTHS
 from twofold.decoder import quiet_log
+from twofold.llama import MAX_DRAFT
 from twofold.merge import FILE_TYPES
+from twofold.prompts import KINDS
 
 Parsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -88,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"twofold {twofold.__version__}")
     parsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_convert, _add_inspect, _add_generate, _add_chat, _add_merge, _add_info):
+    for add in (_add_convert, _add_inspect, _add_generate, _add_chat, _add_merge, _add_info, _add_accept):
         add(parsers)
     return parser
 
@@ -204,3 +207,26 @@ def _add_info(parsers: Parsers) -> None:
     about = "show versions, CPU, kernels and devices"
     parser = _command(parsers, "info", commands.info, about, "--json")
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_accept(parsers: Parsers) -> None:
+    about = "measure tokens per check by depth of draft, and acceptance by position; nothing is timed"
+    parser = _command(parsers, "accept", commands.accept, about, "model.base.gguf --drafter small.gguf --json out.json")
+    add = parser.add_argument
+    add("pairs", metavar="PAIR", nargs="+", help="NAME.base.gguf; the full model of the first makes the texts")
+    drafter = "ordinary GGUF files that draft with a cache of their own; same vocabulary"
+    add("--drafter", metavar="GGUF", nargs="+", action="extend", default=[], help=drafter)
+    add("--drafters-only", action="store_true", help="do not measure the bases of the pairs")
+    depths = f"tokens of a draft, 1 to {MAX_DRAFT} (default: {' '.join(map(str, DEPTHS))})"
+    add("--depths", metavar="K", nargs="+", type=_number(int, 1, MAX_DRAFT), default=list(DEPTHS), help=depths)
+    add("-n", "--tokens", type=_number(int, 3), default=64, help="most tokens of a text (default: 64)")
+    add("--prompts", type=_number(int, 1), metavar="N", help="the first N prompts of the package's set (default: all)")
+    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of prompts (default: all)")
+    texts = "JSON lines: texts found here are used, whoever made them; missing ones are made and added"
+    add("--texts", metavar="FILE", help=texts)
+    add("--residual-bits", type=int, choices=(4, 6, 8), help="bits verified with (default: all in the file)")
+    add("--threads", type=_number(int, 1), metavar="N", help="default: one for each core")
+    add("--gpu-layers", type=_number(int, -1), default=-1, metavar="N", help="layers in VRAM (default: -1: all)")
+    add("--json", metavar="FILE", help="write everything that was measured here, for each prompt too")
+    add("--plot", metavar="FILE", help="draw tokens per check against the depth (needs matplotlib)")
+    add("--progress", action="store_true", help="show progress bars even if stderr is no terminal")

@@ -1,4 +1,4 @@
-"""Subcommands about files and this machine: convert, inspect, merge, info."""
+"""Subcommands about files and this machine: convert, inspect, merge, info; accept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from twofold import hub, report
+from twofold import accept as acceptance
+from twofold import accept_report, hub, report
 from twofold import info as machine
 from twofold.convert import convert as convert_model
 from twofold.merge import merge as merge_pair
@@ -63,6 +64,30 @@ def info(arguments: Namespace) -> int:
     """Run ``twofold info``."""
     found = machine.collect()
     print(json.dumps(found) if arguments.json else machine.render(found))
+    return 0
+
+
+def accept(arguments: Namespace) -> int:
+    """Run ``twofold accept``."""
+    out, picture = _path(arguments.json), _path(arguments.plot)
+    accept_report.check_outputs(out, picture)
+    settings = acceptance.Settings(
+        depths=tuple(sorted(set(arguments.depths))),
+        tokens=arguments.tokens,
+        count=arguments.prompts,
+        kinds=tuple(arguments.kinds),
+        residual_bits=arguments.residual_bits,
+        threads=arguments.threads,
+        gpu_layers=arguments.gpu_layers,
+        texts=_path(arguments.texts),
+        measure_pairs=not arguments.drafters_only,
+    )
+    pairs, drafters = ([Path(name) for name in names] for names in (arguments.pairs, arguments.drafter))
+    found = acceptance.measure(pairs, drafters, settings, progress=_progress(arguments))
+    for others in accept_report.others(found):
+        print(f"twofold: {others}", file=sys.stderr)
+    print(accept_report.render(found))
+    accept_report.save(found, out, picture)
     return 0
 
 
