@@ -126,21 +126,26 @@ def _check(pairs: Sequence[Path], drafters: Sequence[Path], settings: Settings) 
         raise errors.ArgumentError("no pair: give one or more NAME.base.gguf; the first makes the texts")
     if not settings.measure_pairs and not drafters:
         raise errors.ArgumentError("nothing to measure: name the models with --drafter, or leave out --drafters-only")
-    files = [path.resolve() for path in (*pairs, *drafters)]
-    for path in files:
-        if files.count(path) > 1:
-            raise errors.ArgumentError(f"{path}: given twice; name each model once")
+    for files in ([path.resolve() for path in pairs], [path.resolve() for path in drafters]):
+        for path in files:
+            if files.count(path) > 1:
+                raise errors.ArgumentError(f"{path}: given twice; name each model once")
 
 
 def _describe(pairs: Sequence[Path], drafters: Sequence[Path], bits: int | None) -> list[Draft]:
-    names = [path.name for path in (*pairs, *drafters)]
+    names = list({path.resolve(): path.name for path in (*pairs, *drafters)}.values())
+    bases = {path.resolve() for path in pairs}
 
     def name(path: Path) -> str:
-        return path.name if names.count(path.name) == 1 else str(path)
+        return path.name if names.count(path.name) < 2 else str(path)
+
+    def own(path: Path) -> str:
+        """Name a base that also drafts by itself, without the full model's cache entries."""
+        return f"{name(path)} (own cache)" if path.resolve() in bases else name(path)
 
     return [
         *(drafts.of_pair(name(path), path, bits) for path in pairs),
-        *(drafts.of_model(name(path), path) for path in drafters),
+        *(drafts.of_model(own(path), path) for path in drafters),
     ]
 
 

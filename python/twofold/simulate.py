@@ -5,9 +5,9 @@ the loop), and drafts are compared with tokens p + 1, p + 2, ... A check at p th
 place p + min(a, k) + 1. The run ends where the last token of the text is reached.
 
 What counts is what `Stats.complete_checks` counts: every check but the last one of a text. The caller stops taking
-tokens there, be it at the length asked for or at an end-of-generation token (which is a token of the text), so it is not
-known what that check would have yielded. It is the long ones that are cut short, so texts should be many times as long
-as the deepest draft.
+tokens there, be it at the length asked for or at an end-of-generation token (which is a token of the text), so it is
+not known what that check would have yielded. It is the long ones that are cut short, so texts should be many times as
+long as the deepest draft.
 """
 
 from __future__ import annotations
