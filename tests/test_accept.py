@@ -222,18 +222,18 @@ def test_unused_tokens_at_the_end_are_padding(tiny_llama: Path, tmp_path: Path) 
     def kind_of_last(value: int) -> Callable[[gguf.GGUFReader], None]:
         def change(reader: gguf.GGUFReader) -> None:
             field = reader.fields["tokenizer.ggml.token_type"]
-            for token in (100, 510, 511):
+            for token in (100, 509, 510, 511):
                 field.parts[field.data[token]][0] = value
 
         return change
 
     padded = changed(tiny_llama, tmp_path / "padded.gguf", kind_of_last(gguf.TokenType.UNUSED))
     known = decoder.vocabulary(tiny_llama)
-    assert (len(known), decoder.vocabulary(padded)) == (512, known[:510])
+    assert (len(known), decoder.vocabulary(padded)) == (512, known[:509])
     models = [drafts.of_model("a", tiny_llama), drafts.of_model("b", padded)]
-    with pytest.raises(errors.MismatchError, match="they have 512 and 510 tokens"):
+    with pytest.raises(errors.MismatchError, match="they have 512 and 509 tokens"):
         drafts.shared_vocabulary(models)
-    assert drafts.shared_vocabulary(models[1:] * 2) == known[:510]
+    assert drafts.shared_vocabulary(models[1:] * 2) == known[:509]
 
 
 # ---- texts -------------------------------------------------------------------------------------------
@@ -308,14 +308,14 @@ def test_prompts_are_balanced_and_filtered() -> None:
 
 def test_command(tiny_pair: Path, tiny_llama: Path, tmp_path: Path, capsys: Capture) -> None:
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
-    options = ["--depths", "6", "3", "-n", "24", "--prompts", "3", "--kinds", "code", "maths", "--threads", "1"]
+    options = ["--depths", "8", "3", "3", "-n", "24", "--prompts", "3", "--kinds", "code", "maths", "--threads", "1"]
     command = ["accept", str(tiny_pair), "--drafter", str(tiny_llama), *options, "--progress"]
     assert main([*command, "--json", str(out), "--plot", str(picture)]) == 0
     shown, bars = capsys.readouterr()
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert f"{tiny_pair.name}: 100%" in bars
     found = json.loads(out.read_text())
-    assert found["depths"] == [3, 6]
+    assert found["depths"] == [3, 8]
     assert [(model["draft"], model["kind"]) for model in found["models"]] == [
         (tiny_pair.name, "pair"),
         (tiny_llama.name, "drafter"),
@@ -323,13 +323,13 @@ def test_command(tiny_pair: Path, tiny_llama: Path, tmp_path: Path, capsys: Capt
     keys = {"draft", "bpw", "kind", "k", "tokens_per_check", "ci_low", "ci_high", "checks", "prompts"}
     assert all(set(row) == keys for row in found["rows"])
     assert len(found["rows"]) == 2 * 3 * 2  # drafts, kinds with "all", depths
-    assert len(found["accepted_by_position"]) == 2 * 3 * 6
+    assert len(found["accepted_by_position"]) == 2 * 3 * 8
     assert [row["prompt"] for row in found["per_prompt"]] == ["code-01", "maths-01", "code-02"] * 2
-    best = next(row for row in found["rows"] if (row["draft"], row["kind"], row["k"]) == (tiny_llama.name, "all", 6))
+    best = next(row for row in found["rows"] if (row["draft"], row["kind"], row["k"]) == (tiny_llama.name, "all", 8))
     cell = f"{best['tokens_per_check']:.2f} [{best['ci_low']:.2f} {best['ci_high']:.2f}]"
-    assert shown.splitlines()[2].split() == ["draft", "bpw", "k=3", "k=6"]
+    assert shown.splitlines()[2].split() == ["draft", "bpw", "k=3", "k=8"]
     assert shown.splitlines()[4].endswith(cell)
-    assert "by kind of prompt:" in shown and "share of the drafts of 6" in shown
+    assert "by kind of prompt:" in shown and "share of the drafts of 8" in shown
 
 
 def test_only_drafters(tiny_pair: Path, tiny_llama: Path, tmp_path: Path) -> None:
@@ -394,3 +394,17 @@ def test_a_model_of_another_kind(tiny_pair: Path, tmp_path: Path) -> None:
     write_tiny(tmp_path / "qwen.gguf", "qwen2")
     found = accept.measure([tiny_pair], [tmp_path / "qwen.gguf"], replace(QUICK, count=1))
     assert {row["draft"] for row in found["rows"]} == {tiny_pair.name, "qwen.gguf"}
+
+
+@pytest.mark.parametrize("wrong", [[], ["a", "--depths", "0"], ["a", "--depths", "33"], ["a", "-n", "2"]])
+def test_usage_errors(capsys: Capture, wrong: list[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["accept", *wrong])
+    assert leaving.value.code == 2
+    assert "usage: twofold accept" in capsys.readouterr().err
+
+
+def test_help_has_an_example(capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main(["accept", "--help"])
+    assert "example: twofold accept" in capsys.readouterr().out
