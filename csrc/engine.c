@@ -16,20 +16,6 @@ double tf_now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-void *tf_buffer_reserve(tf_buffer *b, size_t bytes) {
-    if (bytes > b->capacity) {
-        free(b->data);
-        b->data = aligned_alloc(64, (bytes + 63) / 64 * 64);
-        b->capacity = b->data != NULL ? bytes : 0;
-    }
-    return b->data;
-}
-
-bool tf_on_host(const struct ggml_tensor *t) {
-    const struct ggml_backend_buffer *b = t->view_src != NULL ? t->view_src->buffer : t->buffer;
-    return b == NULL || ggml_backend_buffer_is_host((ggml_backend_buffer_t)(uintptr_t)b);
-}
-
 tf_status tf_check_operands(const tf_entry *entry, const struct ggml_tensor *node) {
     const struct ggml_tensor *w = node->src[0], *x = node->src[1];
     const tf_residual_tensor *t = &entry->tensor;

@@ -3,13 +3,9 @@
 #pragma once
 
 #include "engine.h"
+#include "operands.h"
 #include "product.h"
 #include "registry.h"
-
-typedef struct tf_buffer {
-    void *data;
-    size_t capacity;
-} tf_buffer;
 
 typedef struct tf_claim tf_claim;
 
@@ -37,9 +33,6 @@ struct tf_engine {
     tf_buffer claim_memory;
 };
 
-/* Room for `bytes`, whatever the buffer held is lost; NULL if there is none. */
-void *tf_buffer_reserve(tf_buffer *buffer, size_t bytes);
-bool tf_on_host(const struct ggml_tensor *t);
 tf_status tf_check_operands(const tf_entry *entry, const struct ggml_tensor *node);
 /* x if the engine will be asked about it before it changes; NULL for an input of the graph. */
 const struct ggml_tensor *tf_lasting(const struct ggml_tensor *x);

@@ -25,11 +25,6 @@ static const void *fetch(tf_engine *e, const struct ggml_tensor *t, tf_buffer *b
     return copy;
 }
 
-/* Column (i1, i2, i3) of a tensor whose bytes start at `base`. */
-static const float *column(const struct ggml_tensor *t, const void *base, int64_t i1, int64_t i2, int64_t i3) {
-    return (const float *)((const char *)base + (size_t)i1 * t->nb[1] + (size_t)i2 * t->nb[2] + (size_t)i3 * t->nb[3]);
-}
-
 /* ---- quantizing ------------------------------------------------------------------------------ */
 
 static tf_status quantize(tf_engine *e, int64_t n, int64_t width, int32_t group, const float *x) {
@@ -39,23 +34,6 @@ static tf_status quantize(tf_engine *e, int64_t n, int64_t width, int32_t group,
         tf_quantize_columns(e->pool, e->kernel, &e->activations, x);
     }
     return status;
-}
-
-/* Columns of x one after the other; in place where they lie so already. */
-static const float *contiguous(tf_engine *e, const struct ggml_tensor *x, const void *base) {
-    if (ggml_is_contiguous(x)) {
-        return base;
-    }
-    const size_t row = (size_t)x->ne[0] * sizeof(float);
-    char *out = tf_buffer_reserve(&e->gathered, row * (size_t)ggml_nrows(x));
-    for (int64_t i3 = 0, at = 0; out != NULL && i3 < x->ne[3]; i3++) {
-        for (int64_t i2 = 0; i2 < x->ne[2]; i2++) {
-            for (int64_t i1 = 0; i1 < x->ne[1]; i1++, at++) {
-                memcpy(out + row * (size_t)at, column(x, base, i1, i2, i3), row);
-            }
-        }
-    }
-    return (const float *)(void *)out;
 }
 
 /* ---- products -------------------------------------------------------------------------------- */
@@ -76,7 +54,7 @@ static tf_status mul_mat(tf_engine *e, const tf_entry *entry, const struct ggml_
     if (e->quantized != x) {
         const double start = tf_now();
         const void *base = fetch(e, x, &e->fetched);
-        const float *columns = base != NULL ? contiguous(e, x, base) : NULL;
+        const float *columns = base != NULL ? tf_contiguous(x, base, &e->gathered) : NULL;
         if (columns == NULL) {
             return tf_fail(TF_ERR_MEMORY, "out of memory");
         }
@@ -110,7 +88,7 @@ static tf_status expert_product(tf_engine *e, const tf_entry *entry, const struc
     for (int64_t t = 0; t < tokens; t++) {
         for (int64_t u = 0; u < used; u++) {
             if (*(const int32_t *)(const void *)(ids + (size_t)t * id->nb[1] + (size_t)u * id->nb[0]) == expert) {
-                const float *from = column(x, x_base, u % x->ne[1], t % x->ne[2], 0);
+                const float *from = tf_column(x, x_base, u % x->ne[1], t % x->ne[2], 0);
                 memcpy(gathered + n * width, from, (size_t)width * sizeof *gathered);
                 outs[n++] = out + (t * used + u) * entry->tensor.rows;
             }

@@ -128,6 +128,53 @@ tf_status tf_residual_encode(const float *residual, const tf_planes *out) {
     return TF_OK;
 }
 
+tf_status tf_residual_round(float *values, int64_t rows, int64_t stride, int64_t n, const float *factor,
+                            int64_t factor_stride, int32_t bits, uint8_t *codes, uint16_t *scales, int64_t scale_stride,
+                            float *lost) {
+    tf_status status = tf_check_shape(rows, 32, 32, bits);
+    if (status != TF_OK) {
+        return status;
+    }
+    const float offset = tf_code_offset(bits);
+    const uint8_t mask = (uint8_t)(0xff << (8 - bits));
+    for (int64_t row = 0; row < rows; row++) {
+        float *v = values + row * stride, *e = lost + row * n;
+        const uint16_t half = group_scale(v, n, bits);
+        const float scale = tf_half_to_float(half);
+        scales[row * scale_stride] = half;
+        for (int64_t i = 0; i < n; i++) {
+            const uint8_t code = encode(v[i], scale) & mask;
+            const float value = scale / 128.0f * ((float)code + offset);
+            const float *f = factor + i * factor_stride;
+            codes[row * stride + i] = code;
+            e[i] = (v[i] - value) / f[i];
+            for (int64_t k = i + 1; k < n; k++) {
+                v[k] -= e[i] * f[k];
+            }
+        }
+    }
+    return TF_OK;
+}
+
+tf_status tf_residual_pack(const uint8_t *codes, const uint16_t *scales, const tf_planes *out) {
+    tf_status status = tf_check_planes(out);
+    if (status != TF_OK) {
+        return status;
+    }
+    const int64_t groups = tf_groups(out->width, out->group);
+    clear(out);
+    for (int64_t row = 0; row < out->rows; row++) {
+        const int64_t panel = row / TF_PANEL_ROWS, lane = row % TF_PANEL_ROWS;
+        for (int64_t g = 0; g < groups; g++) {
+            out->scales[(panel * groups + g) * TF_PANEL_ROWS + lane] = scales[row * groups + g];
+        }
+        for (int64_t i = 0; i < out->width; i++) {
+            put(out, panel, lane, i, codes[row * out->width + i]);
+        }
+    }
+    return TF_OK;
+}
+
 tf_status tf_residual_decode(const tf_planes *planes, float *out) {
     tf_status status = tf_check_planes(planes);
     if (status != TF_OK) {

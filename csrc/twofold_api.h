@@ -7,7 +7,7 @@
  *
  * Every function that returns tf_status leaves a message for tf_error() when it is not TF_OK. */
 
-enum { TF_ABI = 1 };
+enum { TF_ABI = 2 };
 
 typedef enum tf_status {
     TF_OK = 0,
@@ -111,6 +111,15 @@ typedef struct tf_planes {
 int64_t tf_plane_bytes(int64_t rows, int64_t width, int32_t group, int32_t plane);
 /* residual: float32 [rows][width]; fills the planes that out->bits needs. */
 tf_status tf_residual_encode(const float *residual, const tf_planes *out);
+/* One group of every row, rounded column by column; what a column loses is made up for in the group's later ones.
+ * values: float32 [rows][stride], of which n are the group's; they change as they are rounded.
+ * factor: [n][n], upper triangle (docs/algorithm.md, "Error feedback").
+ * codes: [rows][stride], scales: [rows][scale_stride] float16, lost: [rows][n], error / factor's diagonal. */
+tf_status tf_residual_round(float *values, int64_t rows, int64_t stride, int64_t n, const float *factor,
+                            int64_t factor_stride, int32_t bits, uint8_t *codes, uint16_t *scales, int64_t scale_stride,
+                            float *lost);
+/* Codes [rows][width] and scales [rows][groups], as tf_residual_round gives them, put into the planes. */
+tf_status tf_residual_pack(const uint8_t *codes, const uint16_t *scales, const tf_planes *out);
 /* out: float32 [rows][width]. */
 tf_status tf_residual_decode(const tf_planes *planes, float *out);
 
@@ -202,3 +211,26 @@ tf_status tf_engine_end(tf_engine *engine);
 tf_counters tf_engine_counters(const tf_engine *engine);
 /* To put into llama_context_params.cb_eval, with the engine as cb_eval_user_data. */
 const void *tf_engine_callback(void);
+
+/* ---- calibration ---------------------------------------------------------------------------- */
+
+typedef struct tf_collector tf_collector;
+
+/* Inputs that one matrix, or one expert of it, is multiplied by in one graph. */
+typedef struct tf_collected {
+    const char *weight; /* name of the matrix */
+    const char *input;  /* name of the graph node that made the inputs; q, k and v share one */
+    int64_t expert, experts;
+    int64_t n, width;
+    const float *x; /* [n][width], valid during the call */
+} tf_collected;
+
+/* false stops the decode. */
+typedef bool (*tf_collect_sink)(void *user, const tf_collected *seen);
+
+tf_status tf_collector_new(tf_collect_sink sink, void *user, tf_collector **out);
+void tf_collector_free(tf_collector *collector);
+/* After a llama_decode: what went wrong inside. */
+tf_status tf_collector_end(tf_collector *collector);
+/* To put into llama_context_params.cb_eval, with the collector as cb_eval_user_data. */
+const void *tf_collector_callback(void);

@@ -151,11 +151,60 @@ def encode_residual(residual: Floats, group: int, bits: int) -> Planes:
     ArgumentError
         if bits, group or width are not ones the format allows.
     """
-    rows, width = residual.shape
-    parts = {name: np.empty(plane_bytes(rows, width, group, name), np.uint8) for name in part_names(bits)}
-    planes = Planes(rows, width, group, bits, **parts)
+    planes = _empty_planes(residual.shape, group, bits)
     check(lib.tf_residual_encode(floats_pointer(residual), planes.c_struct(bits)))
     return planes
+
+
+def _empty_planes(shape: tuple[int, ...], group: int, bits: int) -> Planes:
+    rows, width = shape
+    parts = {name: np.empty(plane_bytes(rows, width, group, name), np.uint8) for name in part_names(bits)}
+    return Planes(rows, width, group, bits, **parts)
+
+
+class Rounder:
+    """Rounds a residual group by group, so that what one group loses can be made up for in later ones."""
+
+    def __init__(self, residual: Floats, group: int, bits: int) -> None:
+        """Take float32 ``(rows, width)``, which :meth:`round` changes."""
+        rows, width = residual.shape
+        self._values, self._bits = residual, bits
+        self._codes = np.empty((rows, width), np.uint8)
+        self._scales = np.empty((rows, -(-width // group)), np.uint16)
+        self._group = group
+
+    def round(self, first: int, last: int, factor: Floats) -> Floats:
+        """Round columns `first` to `last`, one group; return what they lost, float32 ``(rows, last - first)``.
+
+        `factor` is the upper triangle ``(n, n)`` of these columns, whose rows say how each loss is spread over the
+        columns after it; losses are in units of its diagonal.
+        """
+        rows, width = self._values.shape
+        lost = np.empty((rows, last - first), np.float32)
+        group = first // self._group
+        check(
+            lib.tf_residual_round(
+                floats_pointer(self._values) + first,
+                rows,
+                width,
+                last - first,
+                floats_pointer(factor),
+                factor.shape[1],
+                self._bits,
+                bytes_pointer(self._codes) + first,
+                ffi.from_buffer("uint16_t[]", self._scales) + group,
+                self._scales.shape[1],
+                floats_pointer(lost),
+            )
+        )
+        return lost
+
+    def planes(self) -> Planes:
+        """Put the codes of all groups into planes."""
+        planes = _empty_planes(self._values.shape, self._group, self._bits)
+        scales = ffi.from_buffer("uint16_t[]", self._scales)
+        check(lib.tf_residual_pack(bytes_pointer(self._codes), scales, planes.c_struct(self._bits)))
+        return planes
 
 
 def decode_residual(planes: Planes, bits: int | None = None) -> Floats:

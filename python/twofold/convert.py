@@ -13,18 +13,13 @@ from tqdm import tqdm
 
 from twofold import decoder, errors, layout
 from twofold._native import Floats
-from twofold.blocks import (
-    check_finite,
-    decode_residual,
-    dequantize,
-    encode_residual,
-    plane_bytes,
-    quantize,
-)
+from twofold.blocks import check_finite, decode_residual, plane_bytes
+from twofold.calibration import Calibration
 from twofold.layout import Split
 from twofold.metadata import Gguf, fingerprint
 from twofold.output import OutputFile, check_output, in_flight, row_chunks, writing
 from twofold.pairfile import base_path, residual_path
+from twofold.rounding import Rounding
 from twofold.source import Source
 
 
@@ -59,6 +54,7 @@ class Conversion:
     group: int
     splits: list[Split]
     errors: dict[str, Error] = field(default_factory=dict)
+    manners: dict[str, str] = field(default_factory=dict)  # of rounding, by tensor (rounding.py)
 
 
 def convert(
@@ -68,6 +64,8 @@ def convert(
     base_type: str = "auto",
     bits: int = 8,
     group: int = 128,
+    calibration: Calibration | None = None,
+    feedback: bool = True,
     threads: int | None = None,
     force: bool = False,
     progress: bool = False,
@@ -86,6 +84,11 @@ def convert(
         4, 6 or 8: planes of the residual that are written.
     group
         Weights that share a scale in the residual: a multiple of 32.
+    calibration
+        What is known of the matrices' inputs (:func:`twofold.calibration.load`); default: all count alike.
+    feedback
+        Where the calibration has second moments, make up in later columns for what earlier ones lose. The residual
+        is then at its best when read at `bits`.
     threads
         Default: one for each CPU this process may use.
     force
@@ -117,13 +120,15 @@ def convert(
     decoder.check_architecture(source)
     result.splits = layout.plan(model, base_type)
     halved = [split for split in result.splits if split.residual]
+    rounding = Rounding(calibration, group, bits, feedback=feedback)
+    result.manners = {s.base.name: rounding.manner(s.base.name, s.matrix[0]) for s in halved}
     if not halved:
         raise errors.ArgumentError(f"{source}: no tensor can be split: " + _reasons(result.splits))
     base = layout.base_header(model, result.splits)
     residual = layout.residual_header(halved, bits, group, [0] * len(halved), result.base.name)
     workers = threads or len(os.sched_getaffinity(0))
     with writing({result.base: base, result.residual: residual}) as (base_file, residual_file):
-        _write_tensors(result, base_file, residual_file, workers, progress)
+        _write_tensors(result, rounding, base_file, residual_file, workers, progress)
         prints = _fingerprints(base_file, base, halved)
         residual_file.write_header(layout.residual_header(halved, bits, group, prints, result.base.name))
     return result
@@ -134,12 +139,17 @@ def _reasons(splits: list[Split]) -> str:
 
 
 def _write_tensors(
-    result: Conversion, base_file: OutputFile, residual_file: OutputFile, workers: int, progress: bool
+    result: Conversion,
+    rounding: Rounding,
+    base_file: OutputFile,
+    residual_file: OutputFile,
+    workers: int,
+    progress: bool,
 ) -> None:
     total = sum(split.source.weights for split in result.splits)
     bar = tqdm(total=total, unit="weights", unit_scale=True, disable=not progress, smoothing=0.05)
     with bar, ThreadPoolExecutor(workers) as pool:
-        tasks = _tasks(result, base_file, residual_file, pool)
+        tasks = _tasks(result, rounding, base_file, residual_file, pool)
         for split, chunk_error, weights in in_flight(tasks, 2 * workers):
             if split.residual:
                 result.errors.setdefault(split.base.name, Error()).add(chunk_error)
@@ -160,14 +170,14 @@ Rows = tuple[Split, int, int, int]  # expert, first row, last row
 
 
 def _tasks(
-    result: Conversion, base_file: OutputFile, residual_file: OutputFile, pool: ThreadPoolExecutor
+    result: Conversion, rounding: Rounding, base_file: OutputFile, residual_file: OutputFile, pool: ThreadPoolExecutor
 ) -> Iterator[Future[Done]]:
     for split in result.splits:
         if not split.residual:
             yield pool.submit(_copy, split, base_file)
             continue
         for chunk in row_chunks(split.matrix):
-            yield pool.submit(_split, result, (split, *chunk), base_file, residual_file)
+            yield pool.submit(_split, rounding, (split, *chunk), base_file, residual_file)
 
 
 def _copy(split: Split, base_file: OutputFile) -> Done:
@@ -175,23 +185,21 @@ def _copy(split: Split, base_file: OutputFile) -> Done:
     return split, Error(), split.source.weights
 
 
-def _split(result: Conversion, rows_of: Rows, base_file: OutputFile, residual_file: OutputFile) -> Done:
+def _split(rounding: Rounding, rows_of: Rows, base_file: OutputFile, residual_file: OutputFile) -> Done:
     """Quantize, take the residual, encode it, check and write rows `first` to `last` of one expert."""
     split, expert, first, last = rows_of
-    _, rows, width = split.matrix
+    experts, rows, width = split.matrix
     name, kind = split.base.name, split.base.kind
     weights = split.source.rows(expert * rows + first, expert * rows + last)
     check_finite(weights, f"{split.source.name}, rows {first} to {last}")
-    # With an importance matrix, even one that weighs all inputs alike, ggml searches better scales: it takes a tenth
-    # off the error of q2_k, and the smallest types cannot be made without.
-    base_bytes = quantize(weights, kind, np.ones(width, np.float32))
-    residual = weights - dequantize(base_bytes, kind, weights.shape)
-    planes = encode_residual(residual, result.group, result.bits)
+    base_bytes, rounded = rounding.base(weights, kind, name, expert, experts)
+    residual = weights - rounded
+    planes = rounding.residual(residual, name, experts)
     chunk_error = Error(_square(weights), _square(residual), _square(residual - decode_residual(planes)))
     base_file.write(name, base_bytes, (expert * rows + first) * kind.row_bytes(width))
     for part, data in planes.parts().items():
-        before = expert * plane_bytes(rows, width, result.group, part)
-        within = plane_bytes(first, width, result.group, part)  # first is a multiple of a panel's rows
+        before = expert * plane_bytes(rows, width, rounding.group, part)
+        within = plane_bytes(first, width, rounding.group, part)  # first is a multiple of a panel's rows
         residual_file.write(f"{name}.{part}", data, before + within)
     return split, chunk_error, weights.size
 

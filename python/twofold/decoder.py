@@ -21,6 +21,7 @@ from llama_cpp import _internals
 
 from twofold import errors
 from twofold._native import Floats
+from twofold.collector import Collector
 from twofold.engine import Engine
 
 SPLIT_MODE_TENSOR = llama_cpp.LLAMA_SPLIT_MODE_TENSOR
@@ -113,9 +114,9 @@ def _is_embedding_model(model: Any, architecture: str) -> bool:
 class BaseLlama(llama_cpp.Llama):  # type: ignore[misc]
     """llama_cpp.Llama whose context runs with an engine's eval callback."""
 
-    _engine: Engine | None
+    _engine: Any  # Engine, Collector or None
 
-    def __init__(self, engine: Engine | None, **arguments: Any) -> None:
+    def __init__(self, engine: Engine | Collector | None, **arguments: Any) -> None:
         self._engine = engine
         super().__init__(**arguments)
         self._decoder: Decoder
@@ -169,7 +170,7 @@ class Decoder:
         self._batch: Any = llama._batch
         self._vocab = llama.n_vocab()
         self._mode = Engine.VERIFY
-        self.engine: Engine | None = llama._engine
+        self.engine: Engine | Collector | None = llama._engine
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
@@ -264,6 +265,11 @@ class Decoder:
 def end_of_generation(llama: Any, token: int) -> bool:
     """Whether a token ends the text."""
     return bool(llama_cpp.llama_vocab_is_eog(llama._model.vocab, token))
+
+
+def adds_bos(llama: Any) -> bool:
+    """Whether texts of this model begin with BOS."""
+    return bool(llama._model.add_bos_token()) and llama.token_bos() != -1
 
 
 LOG_ERROR = 4  # enum ggml_log_level; llama_cpp takes 3, a warning, for it and so shows warnings and hides errors

@@ -53,6 +53,11 @@ class Split:
         return (shape[0] if len(shape) == 3 else 1, shape[-2], shape[-1])
 
 
+def is_matrix(name: str) -> bool:
+    """Whether activations are multiplied by this weight, the embedding included: it may be the head."""
+    return _SPLIT.fullmatch(name) is not None or name == "token_embd.weight"
+
+
 def choose_base_type(asked: str, width: int) -> GgmlType | None:
     """Type of the base for a width; None if nothing fits.
 

@@ -1,0 +1,126 @@
+/* Calibration: shows the inputs of a model's matrix products to a function, while llama.cpp runs it.
+ *
+ *   MUL_MAT     x [n][width]                    -> one call
+ *   MUL_MAT_ID  x, and which columns go where   -> one call an expert that has columns */
+#include <stdlib.h>
+#include <string.h>
+
+#include "ggml-backend.h"
+#include "operands.h"
+
+struct tf_collector {
+    tf_collect_sink sink;
+    void *user;
+    tf_buffer fetched, ids, gathered;
+    tf_status status;
+    char message[256];
+};
+
+static bool fail(tf_collector *c, tf_status status, const char *message) {
+    c->status = status;
+    strncpy(c->message, message, sizeof c->message - 1);
+    return false;
+}
+
+static bool is_weight(const struct ggml_tensor *w) {
+    static const char end[] = ".weight";
+    const size_t length = strlen(w->name);
+    return w->op == GGML_OP_NONE && length > sizeof end && strcmp(w->name + length - sizeof end + 1, end) == 0;
+}
+
+static bool wanted(const struct ggml_tensor *node) {
+    const bool product = node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID;
+    return product && is_weight(node->src[0]) && node->src[1]->type == GGML_TYPE_F32 &&
+           (node->op == GGML_OP_MUL_MAT_ID || ggml_n_dims(node->src[0]) <= 2);
+}
+
+/* Where the bytes of t can be read; NULL: out of memory. */
+static const void *fetch(const struct ggml_tensor *t, tf_buffer *b) {
+    if (tf_on_host(t)) {
+        return t->data;
+    }
+    void *copy = tf_buffer_reserve(b, ggml_nbytes(t));
+    if (copy != NULL) {
+        ggml_backend_tensor_get(t, copy, 0, ggml_nbytes(t));
+    }
+    return copy;
+}
+
+static bool show(tf_collector *c, const struct ggml_tensor *node, int64_t expert, const float *x, int64_t n) {
+    const struct ggml_tensor *w = node->src[0];
+    const int64_t experts = node->op == GGML_OP_MUL_MAT_ID ? w->ne[2] : 1;
+    const tf_collected seen = {w->name, node->src[1]->name, expert, experts, n, w->ne[0], x};
+    return c->sink(c->user, &seen) || fail(c, TF_ERR_ARGUMENT, "stopped by the function that was shown the inputs");
+}
+
+static bool show_experts(tf_collector *c, const struct ggml_tensor *node, const void *x_base, const char *ids) {
+    const struct ggml_tensor *x = node->src[1], *id = node->src[2];
+    const int64_t used = id->ne[0], tokens = id->ne[1], width = x->ne[0];
+    float *gathered = tf_buffer_reserve(&c->gathered, (size_t)(used * tokens * width) * sizeof *gathered);
+    if (gathered == NULL) {
+        return fail(c, TF_ERR_MEMORY, "out of memory");
+    }
+    for (int64_t expert = 0; expert < node->src[0]->ne[2]; expert++) {
+        int64_t n = 0;
+        for (int64_t i = 0; i < tokens * used; i++) {
+            const int64_t t = i / used, u = i % used;
+            const void *at = ids + (size_t)t * id->nb[1] + (size_t)u * id->nb[0];
+            if (*(const int32_t *)at == expert) {
+                const float *from = tf_column(x, x_base, u % x->ne[1], t % x->ne[2], 0);
+                memcpy(gathered + n++ * width, from, (size_t)width * sizeof *gathered);
+            }
+        }
+        if (n > 0 && !show(c, node, expert, gathered, n)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool collect(tf_collector *c, const struct ggml_tensor *node) {
+    const struct ggml_tensor *x = node->src[1];
+    const void *base = fetch(x, &c->fetched);
+    if (base == NULL) {
+        return fail(c, TF_ERR_MEMORY, "out of memory");
+    }
+    if (node->op == GGML_OP_MUL_MAT_ID) {
+        const void *ids = fetch(node->src[2], &c->ids);
+        return ids != NULL ? show_experts(c, node, base, ids) : fail(c, TF_ERR_MEMORY, "out of memory");
+    }
+    const float *columns = tf_contiguous(x, base, &c->gathered);
+    return columns != NULL ? show(c, node, 0, columns, ggml_nrows(x)) : fail(c, TF_ERR_MEMORY, "out of memory");
+}
+
+static bool callback(struct ggml_tensor *node, bool ask, void *collector) {
+    tf_collector *c = collector;
+    return ask ? wanted(node) : c->status == TF_OK && collect(c, node);
+}
+
+/* ---- public ---------------------------------------------------------------------------------- */
+
+tf_status tf_collector_new(tf_collect_sink sink, void *user, tf_collector **out) {
+    *out = calloc(1, sizeof **out);
+    if (*out == NULL) {
+        return tf_fail(TF_ERR_MEMORY, "out of memory");
+    }
+    (*out)->sink = sink;
+    (*out)->user = user;
+    return TF_OK;
+}
+
+void tf_collector_free(tf_collector *c) {
+    if (c != NULL) {
+        free(c->fetched.data);
+        free(c->ids.data);
+        free(c->gathered.data);
+        free(c);
+    }
+}
+
+tf_status tf_collector_end(tf_collector *c) {
+    const tf_status status = c->status;
+    c->status = TF_OK;
+    return status == TF_OK ? TF_OK : tf_fail(status, "%s", c->message);
+}
+
+const void *tf_collector_callback(void) { return (const void *)&callback; }

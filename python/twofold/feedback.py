@@ -1,0 +1,106 @@
+"""Error feedback: what rounding loses in some columns is made up for in the columns not rounded yet.
+
+With H the second moments of a matrix's inputs, what a matrix W loses in its outputs when it becomes Q is the trace of
+(W - Q) H (W - Q)^T. Once some columns of Q are fixed, the best that the others can still do is known from the factor U
+of the inverse, H^-1 = U^T U (Hassibi & Stork 1993; Frantar et al. 2022, arXiv:2210.17323, section 3).
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from twofold._native import Bytes, Floats
+from twofold.blocks import GgmlType, Planes, Rounder, dequantize, quantize
+
+# Share of the mean square that is added to each input's own: more keeps the residual small and trusts a short
+# calibration less; drafts lose next to nothing up to here (docs/log.md).
+DAMPING = 0.2
+
+
+class Factor:
+    """Upper factors of the inverse second moments, one for each block along the diagonal."""
+
+    def __init__(self, moments: Floats, damping: float = DAMPING) -> None:
+        """Take float32 ``(blocks, block, block)``; sums will do, their scale does not matter."""
+        self.block = moments.shape[1]
+        self._upper = [_upper_factor(part, damping) for part in moments]
+
+    def spread(self, values: Floats, first: int, last: int, lost: Floats) -> None:
+        """Make up in the later columns of `values` for what `first` to `last` lost (in units of the diagonal)."""
+        upper, start = self._of(first)
+        end = start + self.block
+        if last < end:
+            values[:, last:end] -= lost @ upper[first - start : last - start, last - start :]
+
+    def corner(self, first: int, last: int) -> Floats:
+        """Return the factor of columns `first` to `last` alone, float32 ``(n, n)``."""
+        upper, start = self._of(first)
+        return np.ascontiguousarray(upper[first - start : last - start, first - start : last - start])
+
+    def pieces(self, step: int) -> list[tuple[int, int]]:
+        """Return ``(first, last)`` of pieces of at most `step` columns that cross no block's border."""
+        width = self.block * len(self._upper)
+        edges = sorted({*range(0, width, step), *range(0, width, self.block), width})
+        return list(itertools.pairwise(edges))
+
+    def _of(self, column: int) -> tuple[Floats, int]:
+        index = column // self.block
+        return self._upper[index], index * self.block
+
+
+def _upper_factor(moments: Floats, damping: float) -> Floats:
+    damped = moments.astype(np.float64)
+    diagonal = np.diagonal(damped)
+    mean = float(diagonal.mean())
+    damped[np.diag_indices_from(damped)] += damping * mean if mean > 0 else 1.0
+    return np.asarray(np.linalg.cholesky(np.linalg.inv(damped)).T, np.float32)
+
+
+def round_base(weights: Floats, kind: GgmlType, importance: Floats, factor: Factor) -> tuple[Bytes, Floats]:
+    """Quantize block by block of `kind`, with feedback from each block to the later ones.
+
+    Parameters
+    ----------
+    weights
+        float32 ``(rows, width)``.
+    kind
+        ggml type of the base; its quantizer decides within a block.
+    importance
+        float32 ``(width,)``, mean squares of the inputs.
+    factor
+        Of the inputs' second moments.
+
+    Returns
+    -------
+    blocks : uint8 ``(rows, bytes of a row)``
+    rounded : float32 ``(rows, width)``
+        what they stand for.
+    """
+    values, rounded = weights.copy(), np.empty_like(weights)
+    blocks = np.empty((weights.shape[0], kind.row_bytes(weights.shape[1])), np.uint8)
+    for first, last in factor.pieces(kind.block):
+        part = np.ascontiguousarray(values[:, first:last])
+        made = quantize(part, kind, np.ascontiguousarray(importance[first:last]))
+        blocks[:, kind.row_bytes(first) : kind.row_bytes(last)] = made.reshape(len(part), -1)
+        rounded[:, first:last] = dequantize(made, kind, part.shape)
+        lost = part - rounded[:, first:last]
+        corner = factor.corner(first, last).astype(np.float64)
+        factor.spread(values, first, last, np.linalg.solve(corner.T, lost.T.astype(np.float64)).T.astype(np.float32))
+    return blocks, rounded
+
+
+def round_residual(residual: Floats, group: int, bits: int, factor: Factor) -> Planes:
+    """Encode float32 ``(rows, width)``, with feedback from each column to the later ones.
+
+    Raises
+    ------
+    ArgumentError
+        if bits or group are not ones the format allows.
+    """
+    values = residual.copy()
+    rounder = Rounder(values, group, bits)
+    for first, last in factor.pieces(group):
+        factor.spread(values, first, last, rounder.round(first, last, factor.corner(first, last)))
+    return rounder.planes()
