@@ -1,7 +1,11 @@
 /* Calibration: shows the inputs of a model's matrix products to a function, while llama.cpp runs it.
  *
  *   MUL_MAT     x [n][width]                    -> one call
- *   MUL_MAT_ID  x, and which columns go where   -> one call an expert that has columns */
+ *   MUL_MAT_ID  x, and which columns go where   -> one call an expert that has columns
+ *
+ * Or, asked to disturb one matrix, adds noise to its products, so that what an error there does to the
+ * model's output can be measured. */
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -12,6 +16,9 @@ struct tf_collector {
     tf_collect_sink sink;
     void *user;
     tf_buffer fetched, ids, gathered;
+    char disturbed[GGML_MAX_NAME]; /* empty: inputs are shown */
+    float amount;
+    uint64_t random;
     tf_status status;
     char message[256];
 };
@@ -91,9 +98,43 @@ static bool collect(tf_collector *c, const struct ggml_tensor *node) {
     return columns != NULL ? show(c, node, 0, columns, ggml_nrows(x)) : fail(c, TF_ERR_MEMORY, "out of memory");
 }
 
+/* Uniform in [-1, 1); xorshift64*, Vigna 2016 (arXiv:1402.6246). */
+static float noise(uint64_t *state) {
+    *state ^= *state >> 12;
+    *state ^= *state << 25;
+    *state ^= *state >> 27;
+    return (float)((int64_t)(*state * 0x2545f4914f6cdd1du) >> 40) / (float)(1 << 23);
+}
+
+/* Noise of `amount` times the root mean square of each column; uniform noise in [-1, 1) has a third of power. */
+static bool disturb(tf_collector *c, struct ggml_tensor *node) {
+    float *y = (float *)(uintptr_t)fetch(node, &c->fetched);
+    if (y == NULL || !ggml_is_contiguous(node)) {
+        return fail(c, y == NULL ? TF_ERR_MEMORY : TF_ERR_UNSUPPORTED, "a product that cannot be disturbed");
+    }
+    const int64_t width = node->ne[0];
+    for (int64_t j = 0; j < ggml_nrows(node); j++) {
+        double squares = 0.0;
+        for (int64_t i = 0; i < width; i++) {
+            squares += (double)y[j * width + i] * (double)y[j * width + i];
+        }
+        const float scale = c->amount * sqrtf(3.0f * (float)(squares / (double)width));
+        for (int64_t i = 0; i < width; i++) {
+            y[j * width + i] += scale * noise(&c->random);
+        }
+    }
+    if (!tf_on_host(node)) {
+        ggml_backend_tensor_set(node, y, 0, ggml_nbytes(node));
+    }
+    return true;
+}
+
 static bool callback(struct ggml_tensor *node, bool ask, void *collector) {
     tf_collector *c = collector;
-    return ask ? wanted(node) : c->status == TF_OK && collect(c, node);
+    if (ask) {
+        return wanted(node) && (c->disturbed[0] == '\0' || strcmp(c->disturbed, node->src[0]->name) == 0);
+    }
+    return c->status == TF_OK && (c->disturbed[0] == '\0' ? collect(c, node) : disturb(c, node));
 }
 
 /* ---- public ---------------------------------------------------------------------------------- */
@@ -115,6 +156,12 @@ void tf_collector_free(tf_collector *c) {
         free(c->gathered.data);
         free(c);
     }
+}
+
+void tf_collector_disturb(tf_collector *c, const char *weight, float amount) {
+    strncpy(c->disturbed, weight, sizeof c->disturbed - 1);
+    c->amount = amount;
+    c->random = 0x9e3779b97f4a7c15u;
 }
 
 tf_status tf_collector_end(tf_collector *c) {

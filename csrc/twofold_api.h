@@ -230,6 +230,10 @@ typedef bool (*tf_collect_sink)(void *user, const tf_collected *seen);
 
 tf_status tf_collector_new(tf_collect_sink sink, void *user, tf_collector **out);
 void tf_collector_free(tf_collector *collector);
+/* From now on: no inputs are shown, but noise is added to the products of this matrix, uniform and as large as
+ * `amount` times their root mean square; the same noise after each call. An empty name ends it; a name that no
+ * matrix has changes nothing. */
+void tf_collector_disturb(tf_collector *collector, const char *weight, float amount);
 /* After a llama_decode: what went wrong inside. */
 tf_status tf_collector_end(tf_collector *collector);
 /* To put into llama_context_params.cb_eval, with the collector as cb_eval_user_data. */

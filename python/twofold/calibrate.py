@@ -13,6 +13,9 @@ from twofold.calibration import Calibration
 from twofold.collector import Collector
 from twofold.decoder import BaseLlama, check_architecture, physical_cores
 from twofold.output import check_output
+from twofold.sensitivity import measure
+
+PIECE, PIECES = 64, 2  # tokens and texts that sensitivity is measured over
 
 
 def bundled_texts() -> list[Path]:
@@ -29,6 +32,7 @@ def calibrate(
     tokens: int = 16384,
     chunk: int = 512,
     moments: bool = True,
+    sensitivity: bool = True,
     threads: int | None = None,
     gpu_layers: int = 0,
     force: bool = False,
@@ -50,6 +54,9 @@ def calibrate(
         Tokens that are decoded at once, from an empty context.
     moments
         Keep second moments as well, for error feedback: about 4 bytes for every weight of a square matrix.
+    sensitivity
+        Measure what errors in each matrix do to the output, for a base whose types are chosen within a budget: as
+        many passes over 128 tokens as there are matrices.
     threads, gpu_layers
         As for :class:`twofold.Llama`.
     force
@@ -85,12 +92,16 @@ def calibrate(
         chunks = list(_chunks(llm, [_read(path) for path in paths], tokens, chunk))
         if not chunks:
             raise errors.ArgumentError(f"the texts have no {chunk} tokens: give more text, or a smaller --chunk")
-        for part in tqdm(chunks, unit="chunks", disable=not progress):
+        for part in tqdm(chunks, desc="inputs", unit="chunks", disable=not progress):
             llm._decoder.truncate(0)
             llm._decoder.decode(part, 0, all_rows=True)
+        result = calibration.of_collector(collector, [path.name for path in paths], len(chunks), chunk)
+        if sensitivity:
+            pieces = [part[:PIECE] for part in chunks[:PIECES]]
+            names = list(collector.sums)
+            result.sensitivity = measure(llm._decoder, collector, pieces, names, progress=progress)
     finally:
         llm.close()
-    result = calibration.of_collector(collector, [path.name for path in paths], len(chunks), chunk)
     calibration.save(result, out)
     return result
 

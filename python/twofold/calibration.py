@@ -1,7 +1,7 @@
 """What calibration knows of a model's inputs, and its file: llama.cpp's importance matrix in GGUF, and more.
 
 `NAME.in_sum2` ``(experts, width)`` and `NAME.counts` ``(experts, 1)`` are llama.cpp's (tools/imatrix); it ignores what
-twofold adds: `NAME.in_moments` ``(blocks, block, block)`` and the key `twofold.moments.of`.
+twofold adds: `NAME.in_moments` ``(blocks, block, block)`` with the key `twofold.moments.of`, `NAME.sensitivity` ``(1,)``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from twofold.metadata import Gguf
 from twofold.output import writing
 from twofold.source import Source
 
-_SQUARES, _COUNTS, _MOMENTS = ".in_sum2", ".counts", ".in_moments"
+_SQUARES, _COUNTS, _MOMENTS, _SENSITIVITY = ".in_sum2", ".counts", ".in_moments", ".sensitivity"
 _TIED = {"output.weight": "token_embd.weight"}  # the head's inputs, where it is the embedding
 
 
@@ -33,6 +33,8 @@ class Calibration:
     ----------
     sums, moments, moments_of
         as :class:`twofold.collector.Collector` has them.
+    sensitivity
+        KL divergence (nats) that errors of a matrix's products cause, over their relative power (sensitivity.py).
     datasets, chunks, chunk_tokens
         the texts, and how many pieces of how many tokens of them were used.
     """
@@ -40,6 +42,7 @@ class Calibration:
     sums: dict[str, Sums]
     moments: dict[str, Floats] = field(default_factory=dict)
     moments_of: dict[str, str] = field(default_factory=dict)
+    sensitivity: dict[str, float] = field(default_factory=dict)
     datasets: list[str] = field(default_factory=list)
     chunks: int = 0
     chunk_tokens: int = 0
@@ -80,13 +83,33 @@ class Calibration:
         """Return the factor for error feedback; KeyError without moments."""
         return Factor(self.moments[self.moments_key(name)])
 
+    def sensitivity_of(self, name: str) -> float:
+        """Sensitivity of a matrix; 1 for all where none was measured.
+
+        Raises
+        ------
+        MismatchError
+            if others were measured, but not this one.
+        """
+        found = self.sensitivity.get(name, self.sensitivity.get(_TIED.get(name, "")))
+        if found is None and self.sensitivity:
+            raise errors.MismatchError(f"the calibration has no sensitivity of {name}: it was made with another model")
+        return 1.0 if found is None else found
+
     def _sums(self, name: str) -> Sums | None:
         return self.sums.get(name) or self.sums.get(_TIED.get(name, ""))
 
 
 def of_collector(collector: Collector, datasets: Sequence[str], chunks: int, chunk_tokens: int) -> Calibration:
     """Take over what a collector has added up."""
-    return Calibration(collector.sums, collector.moments, collector.moments_of, list(datasets), chunks, chunk_tokens)
+    return Calibration(
+        collector.sums,
+        collector.moments,
+        collector.moments_of,
+        datasets=list(datasets),
+        chunks=chunks,
+        chunk_tokens=chunk_tokens,
+    )
 
 
 def save(calibration: Calibration, path: Path) -> None:
@@ -109,6 +132,7 @@ def save(calibration: Calibration, path: Path) -> None:
         arrays[name + _SQUARES] = sums.squares
         arrays[name + _COUNTS] = sums.counts.reshape(-1, 1)
     arrays |= {name + _MOMENTS: moments for name, moments in calibration.moments.items()}
+    arrays |= {name + _SENSITIVITY: np.array([s], np.float32) for name, s in calibration.sensitivity.items()}
     for name, array in arrays.items():
         header.add(name, kind, array.shape)
     with writing({path: header}) as (file,):
@@ -143,6 +167,8 @@ def load(path: Path) -> Calibration:
     for name, array in arrays.items():
         if name.endswith(_MOMENTS):
             result.moments[name.removesuffix(_MOMENTS)] = array.reshape(-1, array.shape[-1], array.shape[-1])
+        elif name.endswith(_SENSITIVITY):
+            result.sensitivity[name.removesuffix(_SENSITIVITY)] = float(array.reshape(-1)[0])
     lines = source.gguf.string("twofold.moments.of", "").splitlines()
     result.moments_of = dict(line.rsplit(" ", 1) for line in lines)
     result.chunks = source.gguf.integer("imatrix.chunk_count", 0)

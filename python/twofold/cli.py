@@ -91,7 +91,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"twofold {twofold.__version__}")
     parsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_convert, _add_inspect, _add_generate, _add_chat, _add_merge, _add_info, _add_accept):
+    for add in (
+        _add_convert,
+        _add_calibrate,
+        _add_inspect,
+        _add_generate,
+        _add_chat,
+        _add_merge,
+        _add_info,
+        _add_accept,
+    ):
         add(parsers)
     return parser
 
@@ -130,6 +139,12 @@ def _add_convert(parsers: Parsers) -> None:
     )
     parser.add_argument("name", metavar="NAME", help="path of the pair, without the endings")
     parser.add_argument("--base", default="auto", metavar="TYPE", help="ggml type of the base (default: auto: q2_k)")
+    add = parser.add_argument
+    add("--calibration", "--imatrix", metavar="FILE", help="of twofold calibrate, or an importance matrix in GGUF")
+    bpw = "choose types for each matrix within so many bits a weight, by the calibration's sensitivities"
+    add("--base-bpw", type=_number(float, 1), metavar="BITS", help=bpw)
+    add("--base-types", metavar="T,T,...", help="types that --base-bpw chooses from (default: q2_k to q8_0)")
+    add("--no-feedback", action="store_true", help="round without error feedback, by importance alone")
     bits = "bits of the residual that are written; fewer can be used later (default: 8)"
     parser.add_argument("--residual-bits", type=int, choices=(4, 6, 8), default=8, help=bits)
     parser.add_argument("--group", type=int, default=128, metavar="N", help="weights that share a scale (default: 128)")
@@ -141,6 +156,23 @@ def _add_convert(parsers: Parsers) -> None:
 def _add_writing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace files that are there")
     parser.add_argument("--progress", action="store_true", help="show the progress bar even if stderr is no terminal")
+
+
+def _add_calibrate(parsers: Parsers) -> None:
+    about = "run a model over texts and note what its matrices are multiplied by, for twofold convert --calibration"
+    example = "model.Q8_0.gguf calib.gguf --text mine.txt"
+    parser = _command(parsers, "calibrate", commands.calibrate, about, example)
+    add = parser.add_argument
+    add("source", metavar="SRC", help="model in GGUF, best the one to be converted, or hf://ORG/REPO/FILE.gguf")
+    add("out", metavar="OUT", help="file to write: an importance matrix that llama.cpp reads too, and more")
+    add("--text", nargs="+", metavar="FILE", default=[], help="texts in UTF-8 (default: those of the package)")
+    add("--tokens", type=_number(int, 32), default=16384, metavar="N", help="most tokens of them (default: 16384)")
+    add("--chunk", type=_number(int, 32), default=512, metavar="N", help="tokens decoded together (default: 512)")
+    add("--no-moments", action="store_true", help="importance alone: a small file, no error feedback")
+    add("--no-sensitivity", action="store_true", help="do not measure sensitivities, which --base-bpw goes by")
+    add("--gpu-layers", type=_number(int, -1), default=0, metavar="N", help="layers in VRAM (default: 0; -1: all)")
+    add("--threads", type=_number(int, 1), metavar="N", help="default: one for each core")
+    _add_writing(parser)
 
 
 def _add_inspect(parsers: Parsers) -> None:

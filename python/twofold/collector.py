@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,8 +104,17 @@ class Collector:
     def _multiply(self) -> None:
         for total, x in self._waiting:
             for block, part in zip(total, np.split(x, len(total), axis=1), strict=True):
-                block += part.T @ part
+                np.add(block, part.T @ part, out=block)
         self._waiting.clear()
+
+    @contextmanager
+    def disturbing(self, name: str, amount: float) -> Iterator[None]:
+        """Instead of adding up: noise of `amount`, relative, on the products of this matrix (none if it is empty)."""
+        lib.tf_collector_disturb(self._c, name.encode() or b"-", amount)
+        try:
+            yield
+        finally:
+            lib.tf_collector_disturb(self._c, b"", 0.0)
 
     # ---- what a decoder needs of an engine -----------------------------------------------------------
 

@@ -8,11 +8,13 @@ from argparse import Namespace
 from pathlib import Path
 
 from twofold import accept as acceptance
-from twofold import accept_report, hub, report
+from twofold import accept_report, calibration, hub, report
 from twofold import info as machine
+from twofold.calibrate import calibrate as run_calibration
 from twofold.convert import convert as convert_model
 from twofold.merge import merge as merge_pair
 from twofold.pairfile import open_pair
+from twofold.sensitivity import CANDIDATES
 
 
 def convert(arguments: Namespace) -> int:
@@ -21,6 +23,10 @@ def convert(arguments: Namespace) -> int:
         hub.resolve(arguments.source),
         Path(arguments.name),
         base_type=arguments.base,
+        base_bpw=arguments.base_bpw,
+        base_types=arguments.base_types.split(",") if arguments.base_types else CANDIDATES,
+        calibration=calibration.load(Path(arguments.calibration)) if arguments.calibration else None,
+        feedback=not arguments.no_feedback,
         bits=arguments.residual_bits,
         group=arguments.group,
         threads=arguments.threads,
@@ -29,6 +35,28 @@ def convert(arguments: Namespace) -> int:
     )
     found = report.converted(done)
     print(json.dumps(report.as_dict(found)) if arguments.json else report.render(found))
+    return 0
+
+
+def calibrate(arguments: Namespace) -> int:
+    """Run ``twofold calibrate``."""
+    made = run_calibration(
+        hub.resolve(arguments.source),
+        Path(arguments.out),
+        texts=[Path(text) for text in arguments.text],
+        tokens=arguments.tokens,
+        chunk=arguments.chunk,
+        moments=not arguments.no_moments,
+        sensitivity=not arguments.no_sensitivity,
+        threads=arguments.threads,
+        gpu_layers=arguments.gpu_layers,
+        force=arguments.force,
+        progress=_progress(arguments),
+    )
+    print(
+        f"{arguments.out}: {len(made.sums)} matrices over {made.chunks} chunks of {made.chunk_tokens} tokens, second "
+        f"moments of {len(made.moments)} inputs, sensitivity of {len(made.sensitivity)} matrices"
+    )
     return 0
 
 

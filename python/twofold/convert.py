@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from twofold.metadata import Gguf, fingerprint
 from twofold.output import OutputFile, check_output, in_flight, row_chunks, writing
 from twofold.pairfile import base_path, residual_path
 from twofold.rounding import Rounding
+from twofold.sensitivity import CANDIDATES, choose_types
 from twofold.source import Source
 
 
@@ -62,6 +63,8 @@ def convert(
     name: Path,
     *,
     base_type: str = "auto",
+    base_bpw: float | None = None,
+    base_types: Sequence[str] = CANDIDATES,
     bits: int = 8,
     group: int = 128,
     calibration: Calibration | None = None,
@@ -80,6 +83,9 @@ def convert(
         Path of the pair without the endings.
     base_type
         ggml type of the base, or ``auto`` (:func:`twofold.layout.choose_base_type`).
+    base_bpw, base_types
+        Instead of one type: choose for each matrix among `base_types`, within so many bits a weight over all of them
+        (:func:`twofold.sensitivity.choose_types`); needs a calibration.
     bits
         4, 6 or 8: planes of the residual that are written.
     group
@@ -119,6 +125,8 @@ def convert(
         check_output(path, model.paths, force)
     decoder.check_architecture(source)
     result.splits = layout.plan(model, base_type)
+    if base_bpw is not None:
+        result.splits = _within(base_bpw, base_types, model, result.splits, calibration)
     halved = [split for split in result.splits if split.residual]
     rounding = Rounding(calibration, group, bits, feedback=feedback)
     result.manners = {s.base.name: rounding.manner(s.base.name, s.matrix[0]) for s in halved}
@@ -132,6 +140,17 @@ def convert(
         prints = _fingerprints(base_file, base, halved)
         residual_file.write_header(layout.residual_header(halved, bits, group, prints, result.base.name))
     return result
+
+
+def _within(
+    bpw: float, types: Sequence[str], model: Source, splits: list[Split], calibration: Calibration | None
+) -> list[Split]:
+    if calibration is None:
+        raise errors.ArgumentError("a budget of bits for the base needs a calibration (twofold calibrate)")
+    for name in types:
+        layout.check_base_type(name)
+    chosen = choose_types([split for split in splits if split.residual], calibration, bpw, types)
+    return layout.plan(model, "auto", chosen)
 
 
 def _reasons(splits: list[Split]) -> str:

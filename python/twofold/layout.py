@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from twofold import errors
@@ -88,13 +89,17 @@ def check_residual(bits: int, group: int) -> None:
         raise errors.ArgumentError(f"group {group}: a multiple of 32 from 32 to 1024 is allowed")
 
 
-def plan(source: Source, base_type: str) -> list[Split]:
-    """Decide for every tensor; a head tied to the embedding is added as ``output.weight``."""
+def plan(source: Source, base_type: str, chosen: Mapping[str, str] | None = None) -> list[Split]:
+    """Decide for every tensor; a head tied to the embedding is added as ``output.weight``.
+
+    `chosen` names types of tensors for which `base_type` does not hold.
+    """
+    types = chosen or {}
     last_block = source.hyperparameter("block_count", 1 << 31) - source.hyperparameter("nextn_predict_layers", 0)
-    splits = [_decide(t.name, t, base_type, last_block) for t in source.tensors.values()]
+    splits = [_decide(t.name, t, types.get(t.name, base_type), last_block) for t in source.tensors.values()]
     embedding = source.tensors.get("token_embd.weight")
     if embedding is not None and "output.weight" not in source.tensors:
-        head = _decide("output.weight", embedding, base_type, last_block)
+        head = _decide("output.weight", embedding, types.get("output.weight", base_type), last_block)
         if head.residual:
             splits.append(head)
     return splits
