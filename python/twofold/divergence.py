@@ -21,8 +21,8 @@ BLOCK_ROWS = 32
 RESAMPLES = 2000
 INTERVAL_METHOD = (
     f"95% percentile interval of the mean by a circular moving-block bootstrap: blocks of {BLOCK_ROWS} consecutive "
-    f"scored tokens (a quarter of a text's, if that is less), drawn within each text, {RESAMPLES} resamples. It covers the "
-    "tokens of these texts, not the choice of the texts"
+    f"scored tokens (a quarter of a text's, if that is less), drawn within each text, {RESAMPLES} resamples. It covers "
+    "the tokens of these texts, not the choice of the texts"
 )
 _PROBABILITY = np.exp(-STEP * np.arange(65536))
 _PROBABILITY[65535] = 0.0
@@ -80,14 +80,15 @@ def divergences(codes: Codes, logits: Floats) -> tuple[Doubles, Doubles]:
         for NaN or infinity among the logits.
     """
     found, sums = np.empty(len(logits)), np.empty(len(logits))
-    shifted, work = np.empty(logits.shape[1]), np.empty(logits.shape[1])
+    shifted, work, terms = (np.empty(logits.shape[1]) for _ in range(3))
     for row, values in enumerate(logits):
         sums[row], top = _log_sum(values, shifted, work)
         np.take(_PROBABILITY, codes[row], out=work, mode="clip")
         mass = float(work.sum())
-        cross = float(work @ shifted)
-        np.multiply(codes[row], -STEP, out=shifted)
-        found[row] = (float(work @ shifted) - cross) / mass - np.log(mass) + sums[row] - top
+        np.multiply(codes[row], -STEP, out=terms)
+        terms -= shifted
+        terms *= work  # summed by numpy: a BLAS product would wait for its threads, which llama.cpp's keep busy
+        found[row] = float(terms.sum()) / mass - np.log(mass) + sums[row] - top
     return found, sums
 
 

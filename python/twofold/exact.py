@@ -22,7 +22,7 @@ from twofold.source import Source, SourceTensor
 
 _KEPT = ("f32", "i8", "i16", "i32", "i64", "f64")  # nothing to gain, or no weights
 # Keys of split files and of bases; ggml writes with its default alignment, whatever the key says.
-_DROPPED_KEYS = (
+DROPPED_KEYS = (
     "twofold.format_version",
     "general.alignment",
     "split.no",
@@ -115,7 +115,7 @@ def write_float32(model: Source, out: Path, *, pair: Pair | None = None, bits: i
 
 def _header(model: Source) -> Gguf:
     gguf = Gguf(keys_of=model.gguf)
-    for key in _DROPPED_KEYS:
+    for key in DROPPED_KEYS:
         gguf.remove(key)
     gguf.set("general.file_type", FILE_TYPES["f32"])
     single = ggml_type("f32")
