@@ -95,11 +95,11 @@ def divergences(codes: Codes, logits: Floats) -> tuple[Doubles, Doubles]:
 def _log_sum(values: Floats, shifted: Doubles, work: Doubles) -> tuple[float, float]:
     """Return the logarithm of the sum of exponentials, and the largest value, which `shifted` is relative to."""
     top = float(values.max())
+    if not np.isfinite(top) or not np.isfinite(values.min()):
+        raise errors.NonFiniteError("the model's logits are not finite; its weights may be damaged")
     np.subtract(values, top, out=shifted, dtype=np.float64)
     np.exp(shifted, out=work)
     total = float(work.sum())
-    if not np.isfinite(top) or not np.isfinite(total) or not np.isfinite(shifted.min()):
-        raise errors.NonFiniteError("the model's logits are not finite; its weights may be damaged")
     return top + float(np.log(total)), top
 
 

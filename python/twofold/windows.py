@@ -16,8 +16,8 @@ from twofold.decoder import opening
 BATCH = 128  # tokens of one decode: so many rows of logits are in memory at a time
 BUNDLED = Path(__file__).parent / "data" / "texts"
 SCORING = (
-    "each text is cut into windows of ctx tokens, the first a beginning-of-text token if the model uses one; each window "
-    "is decoded from an empty cache; scored are the predictions at positions ctx/4 to the last but one of a window"
+    "each text is cut into windows of ctx tokens, the first a beginning-of-text token if the model uses one; each "
+    "window is decoded from an empty cache; scored are its predictions at positions ctx/4 to the last but one"
 )
 
 
