@@ -7,7 +7,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from twofold import errors, evalcache, evalreport, hub, report
+from twofold import errors, evalcache, evalmodels, evalreport, hub, report
 from twofold import evaluate as evaluation
 from twofold import info as machine
 from twofold.convert import convert as convert_model
@@ -64,12 +64,12 @@ def merge(arguments: Namespace) -> int:
 def evaluate(arguments: Namespace) -> int:
     """Run ``twofold eval``."""
     cache = evalcache.cache_root()
-    settings = evaluation.Settings(
+    settings = evalmodels.Settings(
         pairs=[Path(pair) for pair in arguments.pairs],
         reference=hub.resolve(arguments.reference),
         texts=[Path(text) for text in arguments.text],
         compare=[Path(other) for other in arguments.compare],
-        modes=evaluation.MODES if arguments.mode == "both" else (arguments.mode,),
+        modes=evalmodels.MODES if arguments.mode == "both" else (arguments.mode,),
         ctx=arguments.ctx,
         tokens=arguments.tokens,
         cache=None if arguments.no_cache else cache / "eval",

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from twofold import divergence, errors, info, windows
-from twofold.evaluate import MODES, REFERENCE, Row, Settings
+from twofold.evalmodels import MODES, REFERENCE, Settings
+from twofold.evaluate import Row
 from twofold.report import table
 
 _KEYS = [
