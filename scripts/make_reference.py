@@ -37,19 +37,19 @@ Floats = npt.NDArray[np.float32]
 
 WHOLE = ("f32", "f16", "bf16", "f64", "i8", "i16", "i32", "i64")
 LARGEST_HALF = 65504.0
-# Where a block's codes lie: runs of bytes, and what a byte holds if every code in it is 1. Bits of the codes that lie
-# elsewhere (high bits) are set to 0 too, so that two blocks that differ in these bytes alone are one step apart.
-CODES: dict[str, list[tuple[int, int, int]]] = {
-    "q4_0": [(2, 18, 0x11)],
-    "q4_1": [(4, 20, 0x11)],
-    "q5_0": [(2, 6, 0x00), (6, 22, 0x11)],
-    "q5_1": [(4, 8, 0x00), (8, 24, 0x11)],
-    "q8_0": [(2, 34, 0x01)],
-    "q2_k": [(16, 80, 0x55)],
-    "q3_k": [(0, 32, 0x00), (32, 96, 0x55)],
-    "q4_k": [(16, 144, 0x11)],
-    "q5_k": [(16, 48, 0x00), (48, 176, 0x11)],
-    "q6_k": [(0, 128, 0x11), (128, 192, 0x00)],
+# Where the low bits of a block's codes lie: a run of bytes, and what each holds if all codes in it are 1. Two blocks
+# that are alike but for these bytes, 0 in one, are one step apart everywhere.
+CODES: dict[str, tuple[int, int, int]] = {
+    "q4_0": (2, 18, 0x11),
+    "q4_1": (4, 20, 0x11),
+    "q5_0": (6, 22, 0x11),
+    "q5_1": (8, 24, 0x11),
+    "q8_0": (2, 34, 0x01),
+    "q2_k": (16, 80, 0x55),
+    "q3_k": (32, 96, 0x55),
+    "q4_k": (16, 144, 0x11),
+    "q5_k": (48, 176, 0x11),
+    "q6_k": (0, 128, 0x11),
 }
 
 
@@ -65,12 +65,11 @@ def steps(data: Bytes, kind: GgmlType, shape: tuple[int, ...]) -> Floats:
     -------
     float32 of `shape`, not negative; 0 in blocks whose scale is 0
     """
-    blocks = data.reshape(-1, kind.block_bytes)
+    first, last, ones = CODES[kind.name]
     values = []
     for code in (0, 1):
-        patched = blocks.copy()
-        for first, last, ones in CODES[kind.name]:
-            patched[:, first:last] = code * ones
+        patched = data.reshape(-1, kind.block_bytes).copy()
+        patched[:, first:last] = code * ones
         values.append(dequantize(patched.reshape(-1), kind, shape))
     return np.asarray(np.abs(values[1] - values[0]))
 

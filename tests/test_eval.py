@@ -158,7 +158,7 @@ def test_runtime_is_the_pair_as_twofold_runs_it(rows: list[Row], settings: Setti
         exactly, really = pick(rows, name, "exact", "code"), pick(rows, name, "runtime", "code")
         assert pick(again, name, "runtime", "code")["kld_mean"] == pytest.approx(really["kld_mean"], rel=1e-6)
         assert really["kld_mean"] != exactly["kld_mean"]
-        assert really["kld_mean"] < 1.1 * exactly["kld_mean"] + 2e-3
+        assert 0.9 * exactly["kld_mean"] < really["kld_mean"] < 1.1 * exactly["kld_mean"] + 2e-3
 
 
 def test_the_reference_against_itself_is_the_noise_floor(settings: Settings, other: Path) -> None:

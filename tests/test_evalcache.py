@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from plain_formulas import log_softmax, random_logits
 from twofold import errors, evalcache
 from twofold.divergence import divergences, encode
 from twofold.source import Source
+from twofold.windows import Text
 
 Patch = pytest.MonkeyPatch
 
@@ -59,6 +61,22 @@ def test_entries_of_something_else_or_damaged_ones_are_not_used(tmp_path: Path) 
     assert evalcache.read_entry(path, KEY) is None
     path.write_bytes(whole)
     assert evalcache.read_entry(path, KEY) is not None
+
+
+def test_keys_tell_everything_apart() -> None:
+    text = Text("story", "digest", ((1, 2, 3), (4, 5)), 1)
+    key = evalcache.entry_key({"content": "a"}, text, 64, 100)
+    assert key == evalcache.entry_key({"content": "a"}, replace(text, kind="other"), 64, 100)
+    others = [
+        evalcache.entry_key({"content": "b"}, text, 64, 100),
+        evalcache.entry_key({"content": "a"}, text, 65, 100),
+    ]
+    others.append(evalcache.entry_key({"content": "a"}, text, 64, 101))
+    for changed in ({"digest": "x"}, {"windows": ((1, 2, 3), (4, 6))}, {"first": 2}):
+        others.append(evalcache.entry_key({"content": "a"}, replace(text, **changed), 64, 100))
+    paths = {evalcache.entry_path(Path("f"), Path("model.gguf"), text, each) for each in [key, *others]}
+    assert len(paths) == 7
+    assert all(path.name.startswith("model.story.") for path in paths)
 
 
 def test_an_entry_that_is_not_finished_leaves_nothing(tmp_path: Path, monkeypatch: Patch) -> None:

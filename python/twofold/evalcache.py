@@ -101,21 +101,15 @@ def read_entry(path: Path, key: dict[str, Any]) -> Entry | None:
     except (OSError, ValueError):
         return None
     start = len(_MAGIC)
-    if data.size < start + 4 or data[:start].tobytes() != _MAGIC:
+    whole = data.size > start + 8 and data[:start].tobytes() == _MAGIC
+    if not whole or _crc(data[:-4]) != int.from_bytes(data[-4:].tobytes(), "little"):
         return None
-    length = int(data[start : start + 4].view("<u4")[0])
-    try:
-        head = json.loads(data[start + 4 : start + 4 + length].tobytes())
-    except ValueError:
-        return None
-    if head.get("key") != json.loads(json.dumps(key)):
+    length = int.from_bytes(data[start : start + 4].tobytes(), "little")
+    head = json.loads(data[start + 4 : start + 4 + length].tobytes())
+    if head["key"] != json.loads(json.dumps(key)):
         return None
     rows, vocab, at = head["rows"], head["vocab"], _padded(start + 4 + length)
     sizes = [rows * vocab * 2, rows * 8, rows * 8, rows * 8]
-    if data.size != at + sum(map(_padded, sizes)) + 4:
-        return None
-    if _crc(data[:-4]) != int.from_bytes(data[-4:].tobytes(), "little"):
-        return None
     parts = []
     for size, kind in zip(sizes, ("<u2", "<f8", "<i8", "<f8"), strict=True):
         parts.append(data[at : at + size].view(kind))
