@@ -193,7 +193,17 @@ def test_several_pairs_and_pairs_of_fewer_bits(settings: Settings, tiny_llama: P
     convert(tiny_llama, tmp_path / "six", base_type="q4_0", bits=6)
     both = replace(settings, pairs=[settings.pairs[0], tmp_path / "six"])
     labels = [subject.label for subject in evalmodels.list_subjects(both)]
-    assert labels == ["llama base", "llama r4", "llama r6", "llama r8", "six base", "six r4", "six r6", "eight"]
+    assert labels == [
+        "reference",
+        "llama base",
+        "llama r4",
+        "llama r6",
+        "llama r8",
+        "six base",
+        "six r4",
+        "six r6",
+        "eight",
+    ]
     with pytest.raises(errors.ArgumentError, match="two models would be called 'eight'"):
         evalmodels.list_subjects(replace(settings, compare=settings.compare * 2))
 

@@ -101,7 +101,7 @@ def read_entry(path: Path, key: dict[str, Any]) -> Entry | None:
     except (OSError, ValueError):
         return None
     start = len(_MAGIC)
-    whole = data.size > start + 8 and data[:start].tobytes() == _MAGIC
+    whole = data[:start].tobytes() == _MAGIC
     if not whole or _crc(data[:-4]) != int.from_bytes(data[-4:].tobytes(), "little"):
         return None
     length = int.from_bytes(data[start : start + 4].tobytes(), "little")

@@ -76,9 +76,18 @@ class Subject:
 
 
 def list_subjects(settings: Settings) -> list[Subject]:
-    """Return the models of the settings: of each pair the base alone, then each number of bits; then other files."""
-    subjects: list[Subject] = []
+    """Return the reference; of each pair the base alone, then each number of bits; then other files.
+
+    Raises
+    ------
+    ArgumentError
+        if two would have the same label.
+    FileAccessError, FormatError, MismatchError
+        if a file cannot be read, or is of a model of another shape than the first pair's.
+    """
     opened = [open_pair(path if path.exists() else base_path(path)) for path in settings.pairs]
+    wide = ram_bits(settings.reference, opened[0])
+    subjects = [Subject(REFERENCE, REFERENCE, settings.reference, None, 0, wide, 0.0)]
     for pair in opened:
         name = pair.base.name.removesuffix(".gguf").removesuffix(".base")
         prefix = f"{name} " if len(opened) > 1 else ""
@@ -94,7 +103,7 @@ def list_subjects(settings: Settings) -> list[Subject]:
         subjects.append(Subject(path.stem, "GGUF", path, None, 0, ram_bits(path, opened[0]), 0.0))
     labels = [subject.label for subject in subjects]
     for label in labels:
-        if labels.count(label) > 1 or label == REFERENCE:
+        if labels.count(label) > 1:
             raise errors.ArgumentError(f"two models would be called {label!r} in the results; rename a file")
     return subjects
 

@@ -132,6 +132,7 @@ def plot(path: Path, rows: list[Row]) -> None:
             _draw(panel, group, points, f"C{number}")
         panel.axhline(floor, color="grey", linestyle=":", label="noise floor")
         panel.set(yscale="log", xlabel="bits a weight in RAM", title=mode)
+        panel.margins(x=0.2, y=0.12)  # room for the labels
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("mean KL divergence (nats)")
     panels[0][-1].legend()

@@ -18,10 +18,10 @@ from twofold.blocks import ggml_type
 from twofold.decoder import BaseLlama
 from twofold.divergence import Integers, Scores, divergences, summarize
 from twofold.evalcache import Entry, entry_key, entry_path, identity, read_entry, write_entry
-from twofold.evalmodels import REFERENCE, Settings, Subject, list_subjects, ram_bits
+from twofold.evalmodels import Settings, Subject, list_subjects
 from twofold.exact import float32_file
 from twofold.llama import Llama
-from twofold.pairfile import Pair, open_pair
+from twofold.pairfile import Pair
 from twofold.windows import BATCH, Text, bundled_texts, check_tokens, load_texts, scored_logits
 
 
@@ -55,17 +55,15 @@ def evaluate(settings: Settings, *, progress: bool = False) -> list[Row]:
         vocab = int(llama.n_vocab())
     for path in dict.fromkeys(subject.path for subject in subjects):
         _check_vocabulary(path, settings, texts, paths)
-    passes = 1 + len(subjects) * len(settings.modes)
+    passes = 1 + (len(subjects) - 1) * len(settings.modes)
     bar = tqdm(total=passes * sum(t.tokens for t in texts), unit="tokens", unit_scale=True, disable=not progress)
     with bar, ExitStack() as stack:
         folder = settings.cache or Path(stack.enter_context(_scratch(settings.scratch)))
         run = _Run(settings, texts, {}, bar, progress)
         run.entries.update(_reference_entries(run, folder, vocab))
-        bits = ram_bits(settings.reference, open_pair(settings.pairs[0]))
         itself = {text.kind: run.entries[text.kind].itself() for text in texts}
-        about = Subject(REFERENCE, REFERENCE, settings.reference, None, 0, bits, 0.0)
-        rows = _rows(about, "exact", itself)
-        for subject, mode, measured in _measure_all(run, subjects):
+        rows = _rows(subjects[0], "exact", itself)
+        for subject, mode, measured in _measure_all(run, subjects[1:]):
             rows += _rows(subject, mode, measured)
     return rows
 
