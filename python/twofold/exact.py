@@ -80,6 +80,7 @@ def float32_file(
             raise errors.FileAccessError(
                 f"{error} (the float32 copy of {path.name}); free some space or give another folder with --scratch"
             ) from error
+        del model  # and with it the mapping of a file that is no longer read
         yield out
 
 
