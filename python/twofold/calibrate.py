@@ -115,7 +115,7 @@ def _read(path: Path) -> bytes:
 
 def _chunks(llm: BaseLlama, texts: list[bytes], tokens: int, size: int) -> Iterator[list[int]]:
     """Yield chunks of the texts in turn; each begins as the model wants texts to begin."""
-    start = [llm.token_bos()] if decoder.adds_bos(llm) else []
+    start = decoder.opening(llm)
     step = size - len(start)
     rows = [list(llm.tokenize(text, add_bos=False, special=True)) for text in texts]
     left = tokens // size

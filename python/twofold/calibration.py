@@ -1,7 +1,7 @@
 """What calibration knows of a model's inputs, and its file: llama.cpp's importance matrix in GGUF, and more.
 
-`NAME.in_sum2` ``(experts, width)`` and `NAME.counts` ``(experts, 1)`` are llama.cpp's (tools/imatrix); it ignores what
-twofold adds: `NAME.in_moments` ``(blocks, block, block)`` with the key `twofold.moments.of`, `NAME.sensitivity` ``(1,)``.
+`NAME.in_sum2` ``(experts, width)`` and `NAME.counts` ``(experts, 1)`` are llama.cpp's (tools/imatrix). It ignores what
+twofold adds: `NAME.in_moments` ``(blocks, block, block)`` with the key `twofold.moments.of`, `NAME.sensitivity`.
 """
 
 from __future__ import annotations

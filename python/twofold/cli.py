@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with 2 for a command line that is not understood, 143 on SIGTERM, 0 after ``--help`` and ``--version``.
     """
     arguments = _parser().parse_args(argv)
+    arguments.command = ["twofold", *(sys.argv[1:] if argv is None else argv)]
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character still shows the others
     quiet_log()
@@ -98,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_generate,
         _add_chat,
         _add_merge,
+        _add_eval,
         _add_info,
         _add_accept,
     ):
@@ -233,6 +235,39 @@ def _add_merge(parsers: Parsers) -> None:
     parser.add_argument("--type", choices=tuple(FILE_TYPES), default="f16", help="of the merged tensors (default: f16)")
     parser.add_argument("--residual-bits", type=int, choices=(4, 6, 8), help="bits to merge (default: all in the file)")
     _add_writing(parser)
+
+
+def _add_eval(parsers: Parsers) -> None:
+    about = "measure pairs and other GGUF files against a reference model: KL divergence, top-1 agreement, perplexity"
+    example = "model.base.gguf --reference model.f16.gguf --compare model.Q8_0.gguf --plot quality.png"
+    parser = _command(parsers, "eval", commands.evaluate, about, example)
+    add = parser.add_argument
+    add("pairs", metavar="PAIR", nargs="+", help="NAME.base.gguf, its residual beside it")
+    add("--reference", required=True, metavar="SRC", help="GGUF file to compare with; it is always run in float32")
+    add(
+        "--text",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="texts in UTF-8 (default: those that come with twofold)",
+    )
+    add("--compare", nargs="+", action="extend", default=[], metavar="OTHER", help="other GGUF files to measure")
+    modes = "exact: weights and activations in float32; runtime: as the model really runs (default: both)"
+    add("--mode", choices=("exact", "runtime", "both"), default="both", help=modes)
+    add("--ctx", type=_number(int, 8), default=512, metavar="N", help="tokens of a window (default: 512)")
+    add("--tokens", type=_number(int, 8), default=2048, metavar="N", help="most tokens of a text (default: 2048)")
+    scratch = (
+        "folder for float32 copies of models, 4 bytes a weight, removed afterwards (default: scratch beside the cache)"
+    )
+    add("--scratch", metavar="DIR", help=scratch)
+    cache = "do not keep the reference's logits (kept in $TWOFOLD_CACHE/eval, by default ~/.cache/twofold/eval)"
+    add("--no-cache", action="store_true", help=cache)
+    add("--threads", type=_number(int, 1), metavar="N", help="default: one for each core")
+    add("--gpu-layers", type=_number(int, -1), default=0, metavar="N", help="layers in VRAM, runtime only (default: 0)")
+    add("--json", metavar="FILE", help="write rows and metadata as JSON")
+    add("--plot", metavar="FILE", help="draw KLD against bits a weight in RAM (needs twofold[plot])")
+    add("--progress", action="store_true", help="show the progress bar even if stderr is no terminal")
 
 
 def _add_info(parsers: Parsers) -> None:

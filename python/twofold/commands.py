@@ -1,4 +1,4 @@
-"""Subcommands about files and this machine: convert, inspect, merge, info; accept."""
+"""Subcommands about files, models and this machine; each a thin layer over a module of its own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from argparse import Namespace
 from pathlib import Path
 
 from twofold import accept as acceptance
-from twofold import accept_report, calibration, hub, report
+from twofold import accept_report, calibration, errors, evalcache, evalmodels, evalreport, hub, report
+from twofold import evaluate as evaluation
 from twofold import info as machine
 from twofold.calibrate import calibrate as run_calibration
 from twofold.convert import convert as convert_model
+from twofold.decoder import physical_cores
 from twofold.merge import merge as merge_pair
 from twofold.pairfile import open_pair
 from twofold.sensitivity import CANDIDATES
@@ -85,6 +87,36 @@ def merge(arguments: Namespace) -> int:
         f"{done.path}: {report.size(done.path.stat().st_size)}, {done.completed} tensors of base + {done.bits}-bit "
         f"residual as {done.type}, {done.copied} copied"
     )
+    return 0
+
+
+def evaluate(arguments: Namespace) -> int:
+    """Run ``twofold eval``."""
+    cache = evalcache.cache_root()
+    settings = evalmodels.Settings(
+        pairs=[Path(pair) for pair in arguments.pairs],
+        reference=hub.resolve(arguments.reference),
+        texts=[Path(text) for text in arguments.text],
+        compare=[Path(other) for other in arguments.compare],
+        modes=evalmodels.MODES if arguments.mode == "both" else (arguments.mode,),
+        ctx=arguments.ctx,
+        tokens=arguments.tokens,
+        cache=None if arguments.no_cache else cache / "eval",
+        scratch=Path(arguments.scratch) if arguments.scratch else cache / "scratch",
+        threads=arguments.threads or physical_cores(),
+        gpu_layers=arguments.gpu_layers,
+    )
+    if arguments.plot:
+        evalreport.load_pyplot()  # before the work, not after
+    for path in (arguments.json, arguments.plot):
+        if path and not Path(path).absolute().parent.is_dir():
+            raise errors.FileAccessError(f"{Path(path).absolute().parent}: no such folder")
+    rows = evaluation.evaluate(settings, progress=_progress(arguments))
+    print(evalreport.render(rows, settings))
+    if arguments.json:
+        evalreport.write_json(Path(arguments.json), rows, evalreport.metadata(settings, arguments.command))
+    if arguments.plot:
+        evalreport.plot(Path(arguments.plot), rows)
     return 0
 
 

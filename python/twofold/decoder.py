@@ -150,6 +150,13 @@ class BaseLlama(llama_cpp.Llama):  # type: ignore[misc]
             params.use_extra_bufts = False
         self._model_params = params
 
+    @property
+    def decoder(self) -> Decoder:
+        """What decodes batches; DecodeError for a model loaded with vocab_only."""
+        if self.model_params.vocab_only:
+            raise errors.DecodeError("the model was loaded with vocab_only=True: it can tokenize, not decode")
+        return self._decoder
+
     def close(self) -> None:
         """Free the context and the model; the engine must live until then."""
         if getattr(self, "_ctx", None) is not None:
@@ -248,6 +255,16 @@ class Decoder:
             raise errors.DecodeError(f"no logits for row {row}")
         return np.ctypeslib.as_array(pointer, shape=(self._vocab,))
 
+    def block(self, count: int) -> Floats:
+        """Logits of the last decode's first `count` rows, float32 ``(count, n_vocab)``, valid as those of `logits`.
+
+        All rows must have been asked for, of a batch that llama.cpp computes at once (not above n_ubatch).
+        """
+        first, last = self.logits(0), self.logits(count - 1)
+        if last.ctypes.data - first.ctypes.data != (count - 1) * first.nbytes:
+            raise errors.DecodeError(f"the last decode does not hold {count} rows of logits in their order")
+        return np.lib.stride_tricks.as_strided(first, (count, self._vocab), (first.nbytes, first.itemsize))
+
     def greedy(self, row: int) -> int:
         """Most likely token of a row; the first of equals, as llama.cpp's greedy sampler takes it."""
         return int(np.argmax(self.logits(row)))
@@ -267,9 +284,9 @@ def end_of_generation(llama: Any, token: int) -> bool:
     return bool(llama_cpp.llama_vocab_is_eog(llama._model.vocab, token))
 
 
-def adds_bos(llama: Any) -> bool:
-    """Whether texts of this model begin with BOS."""
-    return bool(llama._model.add_bos_token()) and llama.token_bos() != -1
+def opening(llama: Any) -> list[int]:
+    """Tokens that the model wants before any text: the beginning-of-text token, or none."""
+    return [int(llama.token_bos())] if llama._model.add_bos_token() else []
 
 
 LOG_ERROR = 4  # enum ggml_log_level; llama_cpp takes 3, a warning, for it and so shows warnings and hides errors
