@@ -19,7 +19,7 @@ import pytest
 from llama_cpp import _logger
 
 import twofold
-import twofold.convert
+import twofold.rounding
 from twofold import blocks, conversation, decoder, devices, errors, info, pairfile, prompting
 from twofold.cli import main
 
@@ -426,7 +426,7 @@ def test_chat_needs_a_template(capsys: Capture, tiny_pair: Path, monkeypatch: Pa
 def test_a_signal_leaves_nothing_behind(
     tiny_llama: Path, tmp_path: Path, monkeypatch: Patch, number: int, status: int
 ) -> None:
-    real, seen = twofold.convert.quantize, threading.Event()
+    real, seen = twofold.rounding.quantize, threading.Event()
 
     def quantize(*arguments: Any) -> np.ndarray:
         if not seen.is_set():
@@ -435,7 +435,7 @@ def test_a_signal_leaves_nothing_behind(
             os.kill(os.getpid(), number)
         return real(*arguments)
 
-    monkeypatch.setattr(twofold.convert, "quantize", quantize)
+    monkeypatch.setattr(twofold.rounding, "quantize", quantize)
     before = signal.getsignal(number)
     try:
         found: int | str | None = main(["convert", str(tiny_llama), str(tmp_path / "p")])

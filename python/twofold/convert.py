@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
 from twofold import decoder, errors, layout
@@ -167,7 +168,7 @@ def _write_tensors(
 ) -> None:
     total = sum(split.source.weights for split in result.splits)
     bar = tqdm(total=total, unit="weights", unit_scale=True, disable=not progress, smoothing=0.05)
-    with bar, ThreadPoolExecutor(workers) as pool:
+    with bar, threadpool_limits(1, "blas"), ThreadPoolExecutor(workers) as pool:  # a matrix product a worker
         tasks = _tasks(result, rounding, base_file, residual_file, pool)
         for split, chunk_error, weights in in_flight(tasks, 2 * workers):
             if split.residual:
