@@ -255,6 +255,8 @@ def _add_eval(parsers: Parsers) -> None:
     add("--compare", nargs="+", action="extend", default=[], metavar="OTHER", help="other GGUF files to measure")
     modes = "exact: weights and activations in float32; runtime: as the model really runs (default: both)"
     add("--mode", choices=("exact", "runtime", "both"), default="both", help=modes)
+    bits = "residual bits that pairs are measured at; 0: the base alone (default: all that a file holds)"
+    add("--bits", type=int, nargs="+", choices=(0, 4, 6, 8), default=[0, 4, 6, 8], help=bits)
     add("--ctx", type=_number(int, 8), default=512, metavar="N", help="tokens of a window (default: 512)")
     add("--tokens", type=_number(int, 8), default=2048, metavar="N", help="most tokens of a text (default: 2048)")
     scratch = (

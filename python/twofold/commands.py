@@ -99,6 +99,7 @@ def evaluate(arguments: Namespace) -> int:
         texts=[Path(text) for text in arguments.text],
         compare=[Path(other) for other in arguments.compare],
         modes=evalmodels.MODES if arguments.mode == "both" else (arguments.mode,),
+        bits=tuple(sorted(set(arguments.bits))),
         ctx=arguments.ctx,
         tokens=arguments.tokens,
         cache=None if arguments.no_cache else cache / "eval",

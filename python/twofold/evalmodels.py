@@ -29,6 +29,8 @@ class Settings:
         files; default: those that come with the package.
     modes
         ``exact`` (float32 weights and activations) and ``runtime`` (as the model really runs).
+    bits
+        residual bits that pairs are measured at, as far as they have them; 0: the base alone.
     ctx, tokens
         tokens of a window, and most tokens of a text.
     cache
@@ -44,6 +46,7 @@ class Settings:
     texts: list[Path] = field(default_factory=list)
     compare: list[Path] = field(default_factory=list)
     modes: tuple[str, ...] = MODES
+    bits: tuple[int, ...] = (0, 4, 6, 8)
     ctx: int = 512
     tokens: int = 2048
     cache: Path | None = field(default_factory=lambda: cache_root() / "eval")
@@ -94,7 +97,7 @@ def list_subjects(settings: Settings) -> list[Subject]:
         split = [tensor for tensor in pair.tensors if tensor.name in pair.completed]
         weights = sum(tensor.weights for tensor in split)
         vram = 8 * sum(tensor.bytes for tensor in split) / weights
-        for bits in (0, 4, 6, 8):
+        for bits in settings.bits:
             if bits <= pair.residual.bits:
                 held = sum(residual_bytes(tensor, bits) for tensor in pair.completed.values()) if bits else 0
                 label = prefix + (f"r{bits}" if bits else "base")
