@@ -142,7 +142,10 @@ def _add_convert(parsers: Parsers) -> None:
     parser.add_argument("name", metavar="NAME", help="path of the pair, without the endings")
     parser.add_argument("--base", default="auto", metavar="TYPE", help="ggml type of the base (default: auto: q2_k)")
     add = parser.add_argument
-    add("--calibration", "--imatrix", metavar="FILE", help="of twofold calibrate, or an importance matrix in GGUF")
+    calibration = (
+        "of twofold calibrate, or an importance matrix in GGUF; auto: NAME.calibration.gguf, made now if need be"
+    )
+    add("--calibration", "--imatrix", metavar="FILE", help=calibration)
     bpw = "choose types for each matrix within so many bits a weight, by the calibration's sensitivities"
     add("--base-bpw", type=_number(float, 1), metavar="BITS", help=bpw)
     add("--base-types", metavar="T,T,...", help="types that --base-bpw chooses from (default: q2_k to q8_0)")

@@ -21,13 +21,14 @@ from twofold.sensitivity import CANDIDATES
 
 def convert(arguments: Namespace) -> int:
     """Run ``twofold convert``."""
+    source = hub.resolve(arguments.source)
     done = convert_model(
-        hub.resolve(arguments.source),
+        source,
         Path(arguments.name),
         base_type=arguments.base,
         base_bpw=arguments.base_bpw,
         base_types=arguments.base_types.split(",") if arguments.base_types else CANDIDATES,
-        calibration=calibration.load(Path(arguments.calibration)) if arguments.calibration else None,
+        calibration=_calibration(arguments, source),
         feedback=not arguments.no_feedback,
         bits=arguments.residual_bits,
         group=arguments.group,
@@ -38,6 +39,24 @@ def convert(arguments: Namespace) -> int:
     found = report.converted(done)
     print(json.dumps(report.as_dict(found)) if arguments.json else report.render(found))
     return 0
+
+
+def _calibration(arguments: Namespace, source: Path) -> calibration.Calibration | None:
+    """Load what --calibration names; ``auto`` makes NAME.calibration.gguf where it is not there yet."""
+    if arguments.calibration is None:
+        return None
+    if arguments.calibration != "auto":
+        return calibration.load(Path(arguments.calibration))
+    path = Path(f"{arguments.name}.calibration.gguf")
+    if path.exists():
+        return calibration.load(path)
+    return run_calibration(
+        source,
+        path,
+        sensitivity=arguments.base_bpw is not None,
+        threads=arguments.threads,
+        progress=_progress(arguments),
+    )
 
 
 def calibrate(arguments: Namespace) -> int:
