@@ -19,6 +19,7 @@ import numpy as np
 import twofold
 from twofold import speculate, timing
 from twofold.decoder import physical_cores, quiet_log
+from twofold.pace import Fixed
 
 WIDTHS = (1, 2, 3, 4, 5, 8, 16, 32)
 CONTEXT = 64
@@ -43,7 +44,7 @@ def pair_times(llm: twofold.Llama, tokens: list[int], repeats: int) -> dict[str,
         decoder.truncate(CONTEXT)
         decoder.decode(tokens[CONTEXT : CONTEXT + width], CONTEXT, all_rows=True)
 
-    drafts = median_ms(lambda: void(speculate.draft(decoder, tokens[CONTEXT], CONTEXT, 8)), repeats)
+    drafts = median_ms(lambda: void(speculate.draft(decoder, tokens[CONTEXT], CONTEXT, 8, Fixed(8))), repeats)
     checks = {str(width): median_ms(lambda width=width: check(width), repeats) for width in WIDTHS}
     decoder.truncate(CONTEXT)
     share = python_share(decoder, tokens, repeats)
@@ -69,7 +70,7 @@ def python_share(decoder: Any, tokens: list[int], repeats: int) -> float:
     start = time.perf_counter()
     try:
         for _ in range(repeats):
-            speculate.draft(decoder, tokens[CONTEXT], CONTEXT, 8)
+            speculate.draft(decoder, tokens[CONTEXT], CONTEXT, 8, Fixed(8))
     finally:
         llama_cpp.llama_decode = original
     return round(1 - inside / (time.perf_counter() - start), 4)

@@ -19,6 +19,7 @@ from make_tiny import write_tiny
 from twofold import accept, accept_report, decoder, drafts, errors, simulate, speculate
 from twofold.cli import main
 from twofold.convert import convert
+from twofold.pace import Fixed
 from twofold.prompts import KINDS, prompts
 from twofold.simulate import Agreements
 from twofold.stats import Stats
@@ -157,7 +158,7 @@ def test_agreements_are_those_of_drafts_from_a_fresh_cache(llm: twofold.Llama, t
         for place, limit in found.limits.items():
             fresh.reset()
             fresh.eval([*PROMPT, *text[:place]])
-            made = speculate.draft(fresh._decoder, text[place], len(PROMPT) + place, limit)
+            made = speculate.draft(fresh._decoder, text[place], len(PROMPT) + place, limit, Fixed(limit))
             same = [a == b for a, b in zip(made, text[place + 1 :], strict=False)]
             assert found.agreed[place] == [*same, False].index(False)
     assert len(found.agreed) > 5 and len(set(found.agreed.values())) > 2

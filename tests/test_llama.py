@@ -100,6 +100,15 @@ def test_sampled_is_plain_sampled(llm: twofold.Llama, settings: dict[str, float]
         assert tokens(llm, **settings) != expected
 
 
+def test_auto_is_plain_greedy(llm: twofold.Llama) -> None:
+    """Whatever lengths it chooses the text is the full model's, and it does choose to draft where that is cheap."""
+    llm.draft_tokens = "auto"
+    expected = plain(llm)
+    assert llm.draft_tokens == "auto"
+    assert tokens(llm) == expected
+    assert llm.stats["drafted"] > 0
+
+
 def test_grammar_bias_and_processors(llm: twofold.Llama) -> None:
     grammar = llama_cpp.LlamaGrammar.from_string('root ::= ("ab" | "cd" | " the")+', verbose=False)
     options: dict[str, Any] = {"max_tokens": 24, "temperature": 1.0, "seed": 5}

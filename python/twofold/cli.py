@@ -133,6 +133,10 @@ def _number(kind: Callable[[str], Any], least: float, most: float = float("inf")
     return parse
 
 
+def _draft(text: str) -> int | str:
+    return text if text == "auto" else int(_number(int, 0, MAX_DRAFT)(text))
+
+
 def _add_convert(parsers: Parsers) -> None:
     about = "convert a GGUF model into NAME.base.gguf and NAME.residual.gguf"
     parser = _command(parsers, "convert", commands.convert, about, "model.Q8_0.gguf model --residual-bits 6")
@@ -216,7 +220,8 @@ def _add_chat(parsers: Parsers) -> None:
 def _add_model(parser: argparse.ArgumentParser) -> None:
     _add_pair(parser)
     add = parser.add_argument
-    add("--draft", type=int, default=4, metavar="N", help="tokens drafted before each check, 0 to 32 (default: 4)")
+    draft = "tokens drafted before each check, 0 to 32; auto: as far as it pays (default)"
+    add("--draft", type=_draft, default="auto", metavar="N|auto", help=draft)
     add("--residual-bits", type=int, choices=(0, 4, 6, 8), help="bits verified with; 0: base alone (default: all)")
     add("--temp", type=_number(float, 0), default=0.0, help="temperature (default: 0: greedy, the likeliest token)")
     add("--top-k", type=_number(int, 0), default=40, help="sample from the K likeliest; 0: all (default: 40)")

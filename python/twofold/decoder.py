@@ -269,6 +269,12 @@ class Decoder:
         """Most likely token of a row; the first of equals, as llama.cpp's greedy sampler takes it."""
         return int(np.argmax(self.logits(row)))
 
+    def confidence(self, row: int, token: int) -> float:
+        """Probability of a token under the softmax of a row."""
+        logits = self.logits(row)
+        with np.errstate(over="ignore"):  # a token that is hopeless has probability 0
+            return float(1.0 / np.exp(logits - logits[token]).sum())
+
     def sample(self, sampler: Any, row: int) -> int:
         """Draw from a row with llama.cpp's sampler chain, which remembers the token."""
         return int(sampler.sample(self._llama._ctx, row))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from twofold import errors, speculate
 from twofold.decoder import BaseLlama, make_sampler, physical_cores
 from twofold.loading import check_arguments, load_engine, set_bits
+from twofold.pace import Auto, Fixed, Pace
 from twofold.pairfile import residual_bytes
 from twofold.stats import Meter, Stats
 
@@ -26,7 +27,8 @@ class Llama(BaseLlama):
     model_path
         ``NAME.base.gguf``.
     draft_tokens
-        Tokens drafted before each check, 0 to 32; 0 decodes plainly with the full model. May be changed later.
+        Tokens drafted before each check: ``"auto"`` drafts as far as it pays (pace.py), 0 to 32 always as many; 0
+        decodes plainly with the full model. May be changed later.
     residual_bits
         The verifier: 4, 6, 8, or 0 for the base alone; default: all that the file holds. May be changed later.
     residual_path
@@ -65,7 +67,7 @@ class Llama(BaseLlama):
         self,
         model_path: str | os.PathLike[str],
         *,
-        draft_tokens: int = 4,
+        draft_tokens: int | Literal["auto"] = "auto",
         residual_bits: int | None = None,
         residual_path: str | os.PathLike[str] | None = None,
         claim: bool | None = None,
@@ -119,15 +121,17 @@ class Llama(BaseLlama):
     # ---- settings ------------------------------------------------------------------------------------
 
     @property
-    def draft_tokens(self) -> int:
-        """Tokens drafted before each check."""
+    def draft_tokens(self) -> int | Literal["auto"]:
+        """Tokens drafted before each check, or ``auto``."""
         return self._draft_tokens
 
     @draft_tokens.setter
-    def draft_tokens(self, value: int) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_DRAFT:
-            raise errors.ArgumentError(f"draft_tokens {value!r}: an integer from 0 to {MAX_DRAFT} is allowed")
+    def draft_tokens(self, value: int | Literal["auto"]) -> None:
+        number = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_DRAFT
+        if value != "auto" and not number:
+            raise errors.ArgumentError(f"draft_tokens {value!r}: 'auto' or an integer from 0 to {MAX_DRAFT} is allowed")
         self._draft_tokens = value
+        self._pace: Pace = Auto(MAX_DRAFT) if value == "auto" else Fixed(int(value))
 
     @property
     def residual_bits(self) -> int:
@@ -261,6 +265,7 @@ class Llama(BaseLlama):
                     if place == len(drafted) or token != drafted[place]:
                         if checked:
                             stats.count_outcome(place + 1)
+                            self._pace.outcome(place)
                         break
                     stats.agreed_by_position[place] += 1
                     self._advance(place + 1)
@@ -311,14 +316,15 @@ class Llama(BaseLlama):
         room = self._n_ctx - self.n_tokens - 1
         if room < 0:
             raise errors.DecodeError(f"the context of {self._n_ctx} tokens is full")
-        length = min(self.draft_tokens if self._residual_bits else 0, room, self._decoder.max_batch - 1)
-        drafted: list[int] = []
+        most = min(MAX_DRAFT, room, self._decoder.max_batch - 1) if self._residual_bits else 0
+        length, drafted, before = self._pace.begin(most), list[int](), (stats.draft_s, stats.verify_s)
         if length:
             with stats.timed("draft_s"):
-                drafted = speculate.draft(self._decoder, last, self.n_tokens, length)
+                drafted = speculate.draft(self._decoder, last, self.n_tokens, length, self._pace)
         stats.count_draft(len(drafted))
         with stats.timed("verify_s"):
             speculate.check(self._decoder, last, drafted, self.n_tokens)
+        self._pace.end(len(drafted), stats.draft_s - before[0], stats.verify_s - before[1])
         self.input_ids[self.n_tokens : self.n_tokens + 1 + len(drafted)] = [last, *drafted]
         self._advance(0)
         return drafted

@@ -9,16 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from twofold.decoder import Decoder
+from twofold.pace import Pace
 
 
-def draft(decoder: Decoder, last: int, position: int, length: int) -> list[int]:
-    """Return the base's `length` most likely tokens after `last`; the cells it used are freed again."""
+def draft(decoder: Decoder, last: int, position: int, length: int, pace: Pace) -> list[int]:
+    """Return the base's most likely tokens after `last`; the cells it used are freed again.
+
+    At most `length`, fewer where `pace` sees no use in another.
+    """
     tokens: list[int] = []
     try:
         with decoder.drafting():
             for offset in range(length):
                 decoder.decode([tokens[-1] if tokens else last], position + offset, all_rows=False)
                 tokens.append(decoder.greedy(-1))
+                if len(tokens) < length and not pace.goes_on(lambda: decoder.confidence(-1, tokens[-1])):
+                    break
     finally:
         decoder.truncate(position)
     return tokens
