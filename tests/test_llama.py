@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 import twofold
 from twofold import errors
-from twofold.decoder import SPLIT_MODE_TENSOR
+from twofold.decoder import SPLIT_MODE_TENSOR, Decoder
 
 PROMPT = "the people would have there about which"
 
@@ -107,6 +108,23 @@ def test_auto_is_plain_greedy(llm: twofold.Llama) -> None:
     assert llm.draft_tokens == "auto"
     assert tokens(llm) == expected
     assert llm.stats["drafted"] > 0
+
+
+def test_sampled_drafts_guess_with_the_samplers_own_random_numbers(
+    llm: twofold.Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where base and full model are one, every draft is drawn as the full model draws it, penalties and all."""
+    settings = {"temp": 1.3, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.2}
+    monkeypatch.setattr(Decoder, "drafting", lambda self: nullcontext())
+    llm.draft_tokens = 3
+    llm.set_seed(11)
+    drawn = tokens(llm, **settings)
+    assert llm.stats["accepted_by_position"][2] > 0.9
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "guessing", lambda self, sampler: nullcontext(lambda: self.greedy(-1)))
+        llm.set_seed(11)
+        assert tokens(llm, **settings) == drawn
+        assert llm.stats["accepted_by_position"][2] < 0.5
 
 
 def test_grammar_bias_and_processors(llm: twofold.Llama) -> None:

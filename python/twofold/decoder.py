@@ -10,7 +10,7 @@ import ctypes
 import inspect
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -278,6 +278,22 @@ class Decoder:
     def sample(self, sampler: Any, row: int) -> int:
         """Draw from a row with llama.cpp's sampler chain, which remembers the token."""
         return int(sampler.sample(self._llama._ctx, row))
+
+    @contextmanager
+    def guessing(self, sampler: Any) -> Iterator[Callable[[], int]]:
+        """Yield a function that guesses what `sampler` will take, from the last row; None takes the likeliest token.
+
+        A copy of the chain guesses, with the same random numbers, penalties and grammar: where base and full model
+        agree on the probabilities, so do the guess and what the sampler takes then.
+        """
+        if sampler is None or sampler.custom_samplers:  # functions in Python cannot be copied
+            yield lambda: self.greedy(-1)
+            return
+        copy = llama_cpp.llama_sampler_clone(sampler.sampler)
+        try:
+            yield lambda: int(llama_cpp.llama_sampler_sample(copy, self._ctx, -1))
+        finally:
+            llama_cpp.llama_sampler_free(copy)
 
     @property
     def max_batch(self) -> int:

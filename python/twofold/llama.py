@@ -320,7 +320,7 @@ class Llama(BaseLlama):
         length, drafted, before = self._pace.begin(most), list[int](), (stats.draft_s, stats.verify_s)
         if length:
             with stats.timed("draft_s"):
-                drafted = speculate.draft(self._decoder, last, self.n_tokens, length, self._pace)
+                drafted = speculate.draft(self._decoder, last, self.n_tokens, length, self._pace, self._sampler)
         stats.count_draft(len(drafted))
         with stats.timed("verify_s"):
             speculate.check(self._decoder, last, drafted, self.n_tokens)

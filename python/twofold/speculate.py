@@ -7,22 +7,24 @@ decoded yet. A draft decodes last, d1 .. d(k-1) in draft mode, the check decodes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from twofold.decoder import Decoder
 from twofold.pace import Pace
 
 
-def draft(decoder: Decoder, last: int, position: int, length: int, pace: Pace) -> list[int]:
-    """Return the base's most likely tokens after `last`; the cells it used are freed again.
+def draft(decoder: Decoder, last: int, position: int, length: int, pace: Pace, sampler: Any = None) -> list[int]:
+    """Return what the base continues `last` with; the cells it used are freed again.
 
-    At most `length`, fewer where `pace` sees no use in another.
+    At most `length` tokens, fewer where `pace` sees no use in another. They are the most likely ones, or those that
+    `sampler`, the chain that the full model's tokens are drawn with, would draw from the base.
     """
     tokens: list[int] = []
     try:
-        with decoder.drafting():
+        with decoder.drafting(), decoder.guessing(sampler) as guess:
             for offset in range(length):
                 decoder.decode([tokens[-1] if tokens else last], position + offset, all_rows=False)
-                tokens.append(decoder.greedy(-1))
+                tokens.append(guess())
                 if len(tokens) < length and not pace.goes_on(lambda: decoder.confidence(-1, tokens[-1])):
                     break
     finally:
