@@ -119,7 +119,7 @@ def test_sampled_drafts_guess_with_the_samplers_own_random_numbers(
     llm.draft_tokens = 3
     llm.set_seed(11)
     drawn = tokens(llm, **settings)
-    assert llm.stats["accepted_by_position"][2] > 0.9
+    assert llm.stats["accepted_by_position"][2] >= 0.9
     with monkeypatch.context() as patch:
         patch.setattr(Decoder, "guessing", lambda self, sampler: nullcontext(lambda: self.greedy(-1)))
         llm.set_seed(11)
