@@ -15,14 +15,9 @@ typedef struct q8_0 {
     uint16_t d;
     int8_t codes[32];
 } q8_0;
-typedef struct q2_k {
-    uint8_t scales[16]; /* scale | min << 4 */
-    uint8_t codes[64];  /* 128 inputs in 32 bytes: input i in byte i % 32, bits i / 32 * 2 */
-    uint16_t d, dmin;
-} q2_k;
 
 bool tf_base_supported(int32_t type) {
-    return type == GGML_TYPE_Q2_K || type == GGML_TYPE_Q4_0 || type == GGML_TYPE_Q8_0;
+    return tf_super_bits(type) != 0 || type == GGML_TYPE_Q4_0 || type == GGML_TYPE_Q8_0;
 }
 
 bool tf_base_has_kernel(int32_t type) { return tf_base_supported(type); }
@@ -80,30 +75,12 @@ static tf_status put_q8_0(tf_base *base, int64_t row, const q8_0 *blocks) {
     return TF_OK;
 }
 
-static tf_status put_q2_k(tf_base *base, int64_t row, const q2_k *blocks) {
-    const int64_t panel = row / TF_PANEL_ROWS, lane = row % TF_PANEL_ROWS, n = base->width / TF_SUPER;
-    for (int64_t s = 0; s < n; s++) {
-        uint8_t *to = base->supers + (panel * n + s) * TF_SUPER_BYTES;
-        uint16_t *d = (uint16_t *)(void *)(to + 1280);
-        for (int64_t i = 0; i < TF_SUPER; i++) {
-            const int code = blocks[s].codes[i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3;
-            to[place(lane, i, 4)] |= (uint8_t)(code << (i / 4 % 4 * 2));
-        }
-        for (int64_t i = 0; i < 16; i++) {
-            to[1024 + i / 2 * 32 + lane * 2 + i % 2] = blocks[s].scales[i];
-        }
-        d[lane] = blocks[s].d;
-        d[TF_PANEL_ROWS + lane] = blocks[s].dmin;
-    }
-    return TF_OK;
-}
-
 /* The memory of base, zeroed: rows that pad the last panel stay zero. */
 static tf_status allocate(tf_base *base) {
     const int64_t rows = base->rows, width = base->width;
     const int32_t bits = base->type == GGML_TYPE_Q8_0 ? 8 : 4;
-    int64_t sizes[4] = {tf_panels(rows) * (width / TF_SUPER) * TF_SUPER_BYTES};
-    if (base->type != GGML_TYPE_Q2_K) {
+    int64_t sizes[4] = {tf_panels(rows) * (width / TF_SUPER) * tf_super_bytes(base->bits)};
+    if (base->bits == 0) {
         sizes[0] = tf_plane_bytes(rows, width, 32, 4);
         sizes[1] = tf_plane_bytes(rows, width, 32, 0);
         sizes[2] = bits == 8 ? tf_plane_bytes(rows, width, 32, 6) : 0;
@@ -116,7 +93,7 @@ static tf_status allocate(tf_base *base) {
     }
     memset(base->memory, 0, base->bytes);
     uint8_t *at = base->memory;
-    base->supers = base->type == GGML_TYPE_Q2_K ? at : NULL;
+    base->supers = base->bits != 0 ? at : NULL;
     base->planes = (tf_planes){rows, width, 32, bits, .plane4 = at};
     base->planes.plane6 = bits == 8 ? at + sizes[0] : NULL;
     base->planes.plane8 = bits == 8 ? at + sizes[0] + sizes[2] : NULL;
@@ -135,7 +112,7 @@ static tf_status put_row(tf_base *base, int64_t row, const void *data) {
     switch (base->type) {
         case GGML_TYPE_Q4_0: return put_q4_0(base, row, (const q4_0 *)data + row * (base->width / 32));
         case GGML_TYPE_Q8_0: return put_q8_0(base, row, (const q8_0 *)data + row * (base->width / 32));
-        default: return put_q2_k(base, row, (const q2_k *)data + row * (base->width / TF_SUPER));
+        default: tf_super_put_row(base, row, data); return TF_OK;
     }
 }
 
@@ -154,8 +131,8 @@ static void build_job(void *argument, int32_t thread, int32_t threads) {
 }
 
 tf_status tf_base_build(tf_base *base, int32_t type, int64_t rows, int64_t width, const void *data, tf_pool *pool) {
-    *base = (tf_base){.type = type, .rows = rows, .width = width};
-    if (!tf_base_supported(type) || rows < 1 || width < 1 || width % (type == GGML_TYPE_Q2_K ? TF_SUPER : 32) != 0) {
+    *base = (tf_base){.type = type, .bits = tf_super_bits(type), .rows = rows, .width = width};
+    if (!tf_base_supported(type) || rows < 1 || width < 1 || width % (base->bits != 0 ? TF_SUPER : 32) != 0) {
         return tf_fail(TF_ERR_UNSUPPORTED, "no kernel for a base of type %d and width %lld", type, (long long)width);
     }
     const tf_status status = allocate(base);

@@ -173,96 +173,6 @@ static void run(const tf_planes *planes, int64_t panel, const tf_columns *x, flo
     }
 }
 
-/* ---- Q2_K base ------------------------------------------------------------------------------- */
-
-/* Adds a chunk of 2-bit codes: 3 * 127 * 2 is far from saturation. */
-INLINE __m256i multiply_2(__m256i dot, __m256i w, __m256i x) {
-#ifdef TF_AVXVNNI
-    return _mm256_dpbusd_avx_epi32(dot, w, x);
-#else
-    return _mm256_add_epi32(dot, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
-#endif
-}
-
-/* Dot products of 8 rows of a sub-block of 16 inputs with n columns. */
-INLINE void sub_block_dots(const uint8_t *packed, const int8_t *q, __m256i *dots, int n) {
-    const __m256i all = _mm256_loadu_si256((const __m256i *)packed);
-    for (int j = 0; j < n; j++) {
-        dots[j] = _mm256_setzero_si256();
-    }
-    for (int c = 0; c < 4; c++) {
-        const __m256i w = two_bits(all, c);
-        for (int j = 0; j < n; j++) {
-            dots[j] = multiply_2(dots[j], w, _mm256_set1_epi32(*(const int32_t *)(q + (c * n + j) * 4)));
-        }
-    }
-}
-
-/* Block b of a super-block, 8 rows from half * 8 on; q, column_sums: of its 32 inputs, high or low. */
-INLINE void q2k_block(const uint8_t *super, int b, int half, const int8_t *q, const int32_t *column_sums,
-                      const float *scale, float factor, __m256 *sums, __m256 *mins, int n) {
-    const __m128i *from = (const __m128i *)(super + 1024 + b * 32 + half * 16);
-    const __m256i both = _mm256_cvtepu16_epi32(_mm_loadu_si128(from));
-    const __m256i spread = _mm256_or_si256(both, _mm256_slli_epi32(both, 8));
-    const __m256i nibble = _mm256_set1_epi32(0x000f000f);
-    const __m256i scales = _mm256_and_si256(spread, nibble);
-    const __m256i minima = _mm256_and_si256(_mm256_srli_epi32(spread, 4), nibble);
-    __m256i first[MAX_COLUMNS], second[MAX_COLUMNS];
-    sub_block_dots(super + b * 128 + half * 32, q, first, n);
-    sub_block_dots(super + b * 128 + 64 + half * 32, q + 16 * n, second, n);
-    for (int j = 0; j < n; j++) {
-        const __m256 unit = _mm256_set1_ps(scale[j] * factor);
-        const __m256i pairs = _mm256_blend_epi16(first[j], _mm256_slli_epi32(second[j], 16), 0xaa);
-        const __m256i minimum = _mm256_madd_epi16(_mm256_set1_epi32(column_sums[j]), minima);
-        sums[j] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, scales)), unit, sums[j]);
-        mins[j] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(minimum), unit, mins[j]);
-    }
-}
-
-/* Eight rows of a panel, over the whole width. */
-INLINE void q2k_half(const tf_base *base, int64_t panel, int half, const tf_columns *x, float *tile, int n) {
-    const int64_t supers = base->width / TF_SUPER;
-    const uint8_t *super = base->supers + panel * supers * TF_SUPER_BYTES;
-    __m256 results[MAX_COLUMNS];
-    for (int j = 0; j < n; j++) {
-        results[j] = _mm256_setzero_ps();
-    }
-    for (int64_t s = 0; s < supers; s++, super += TF_SUPER_BYTES) {
-        __m256 sums[MAX_COLUMNS], mins[MAX_COLUMNS];
-        for (int j = 0; j < n; j++) {
-            sums[j] = mins[j] = _mm256_setzero_ps();
-        }
-        for (int b = 0; b < TF_SUPER / TF_BLOCK; b++) {
-            const int64_t block = s * (TF_SUPER / TF_BLOCK) + b, q = block * TF_BLOCK * n;
-            const float *scale = x->scale + block * n;
-            q2k_block(super, b, half, x->q + q, x->sums + block * n, scale, 1.0f, sums, mins, n);
-            if (tf_has_low(x, block)) {
-                q2k_block(super, b, half, x->low + q, x->low_sums + block * n, scale, TF_LOW, sums, mins, n);
-            }
-        }
-        const __m128i *d = (const __m128i *)(super + 1280 + half * 16);
-        const __m256 scale = _mm256_mul_ps(_mm256_cvtph_ps(_mm_loadu_si128(d)), _mm256_set1_ps(128.0f));
-        const __m256 minus = _mm256_mul_ps(_mm256_cvtph_ps(_mm_loadu_si128(d + 2)), _mm256_set1_ps(-128.0f));
-        for (int j = 0; j < n; j++) {
-            results[j] = _mm256_fmadd_ps(minus, mins[j], _mm256_fmadd_ps(scale, sums[j], results[j]));
-        }
-    }
-    for (int j = 0; j < n; j++) {
-        _mm256_storeu_ps(tile + j * TF_PANEL_ROWS + half * 8, results[j]);
-    }
-}
-
-static void run_q2k(const tf_base *base, int64_t panel, const tf_columns *x, float *tile) {
-    for (int half = 0; half < 2; half++) {
-        switch (x->n) {
-            case 1: q2k_half(base, panel, half, x, tile, 1); break;
-            case 2: q2k_half(base, panel, half, x, tile, 2); break;
-            case 3: q2k_half(base, panel, half, x, tile, 3); break;
-            default: q2k_half(base, panel, half, x, tile, 4); break;
-        }
-    }
-}
-
 /* The low bytes of 8 integers. */
 INLINE __m128i low_bytes(__m256i v) {
     const __m256i masked = _mm256_and_si256(v, _mm256_set1_epi32(0xff));
@@ -317,9 +227,9 @@ static bool supported(void) {
     return has_avx2() && (a >> 4 & 1);
 }
 
-const tf_kernel tf_kernel_avxvnni = {"avx-vnni", run, run_q2k, quantize, MAX_COLUMNS, supported, NULL};
+const tf_kernel tf_kernel_avxvnni = {"avx-vnni", run, tf_supers_avxvnni, quantize, MAX_COLUMNS, supported, NULL};
 #else
 static bool supported(void) { return has_avx2(); }
 
-const tf_kernel tf_kernel_avx2 = {"avx2", run, run_q2k, quantize, MAX_COLUMNS, supported, NULL};
+const tf_kernel tf_kernel_avx2 = {"avx2", run, tf_supers_avx2, quantize, MAX_COLUMNS, supported, NULL};
 #endif

@@ -138,93 +138,6 @@ static void run(const tf_planes *planes, int64_t panel, const tf_columns *x, flo
     }
 }
 
-/* ---- Q2_K base ------------------------------------------------------------------------------- */
-
-/* Dot products of a sub-block of 16 inputs with n columns. */
-INLINE void sub_block_dots(const uint8_t *codes, const int8_t *q, __m512i *dots, int n) {
-    const __m512i packed = _mm512_loadu_si512(codes);
-    for (int j = 0; j < n; j++) {
-        dots[j] = _mm512_setzero_si512();
-    }
-    for (int c = 0; c < 4; c++) {
-        const __m512i w = _mm512_and_si512(_mm512_srli_epi16(packed, (unsigned)(2 * c)), _mm512_set1_epi8(3));
-        for (int j = 0; j < n; j++) {
-            const __m512i x = _mm512_set1_epi32(*(const int32_t *)(q + (c * n + j) * 4));
-            dots[j] = _mm512_dpbusd_epi32(dots[j], w, x);
-        }
-    }
-}
-
-/* 16-bit pairs A | B << 16 in each lane: what vpmaddwd takes to do both sub-blocks at once. */
-INLINE __m512i pair(__m512i a, __m512i b) { return _mm512_mask_mov_epi16(a, 0xaaaaaaaa, _mm512_slli_epi32(b, 16)); }
-
-/* Block b of a super-block; q, column_sums: of its 32 inputs, high or low. */
-INLINE void q2k_block(const uint8_t *super, int b, const int8_t *q, const int32_t *column_sums, const float *scale,
-                      float factor, __m512 *sums, __m512 *mins, int n) {
-    const __m512i both = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(super + 1024 + b * 32)));
-    const __m512i spread = _mm512_or_si512(both, _mm512_slli_epi32(both, 8));
-    const __m512i nibble = _mm512_set1_epi32(0x000f000f);
-    const __m512i scales = _mm512_and_si512(spread, nibble);
-    const __m512i minima = _mm512_and_si512(_mm512_srli_epi32(spread, 4), nibble);
-    __m512i first[TF_MAX_COLUMNS], second[TF_MAX_COLUMNS];
-    sub_block_dots(super + b * 128, q, first, n);
-    sub_block_dots(super + b * 128 + 64, q + 16 * n, second, n);
-    for (int j = 0; j < n; j++) {
-        const __m512 unit = _mm512_set1_ps(scale[j] * factor);
-        const __m512i dot = _mm512_madd_epi16(pair(first[j], second[j]), scales);
-        const __m512i minimum = _mm512_madd_epi16(_mm512_set1_epi32(column_sums[j]), minima);
-        sums[j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), unit, sums[j]);
-        mins[j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(minimum), unit, mins[j]);
-    }
-}
-
-INLINE void q2k_n(const tf_base *base, int64_t panel, const tf_columns *x, float *tile, int n) {
-    const int64_t supers = base->width / TF_SUPER;
-    const uint8_t *super = base->supers + panel * supers * TF_SUPER_BYTES;
-    __m512 results[TF_MAX_COLUMNS];
-    for (int j = 0; j < n; j++) {
-        results[j] = _mm512_setzero_ps();
-    }
-    for (int64_t s = 0; s < supers; s++, super += TF_SUPER_BYTES) {
-        __m512 sums[TF_MAX_COLUMNS], mins[TF_MAX_COLUMNS];
-        for (int j = 0; j < n; j++) {
-            sums[j] = mins[j] = _mm512_setzero_ps();
-        }
-        for (int b = 0; b < TF_SUPER / TF_BLOCK; b++) {
-            _mm_prefetch((const char *)(super + b * 168 + PREFETCH), _MM_HINT_T0);
-            _mm_prefetch((const char *)(super + b * 168 + 64 + PREFETCH), _MM_HINT_T0);
-            _mm_prefetch((const char *)(super + b * 168 + 128 + PREFETCH), _MM_HINT_T0);
-            const int64_t block = s * (TF_SUPER / TF_BLOCK) + b, q = block * TF_BLOCK * n;
-            q2k_block(super, b, x->q + q, x->sums + block * n, x->scale + block * n, 1.0f, sums, mins, n);
-            if (tf_has_low(x, block)) {
-                q2k_block(super, b, x->low + q, x->low_sums + block * n, x->scale + block * n, TF_LOW, sums, mins, n);
-            }
-        }
-        const __m256i *halves = (const __m256i *)(super + 1280);
-        const __m512 d = _mm512_mul_ps(_mm512_cvtph_ps(_mm256_loadu_si256(halves)), _mm512_set1_ps(128.0f));
-        const __m512 dmin = _mm512_mul_ps(_mm512_cvtph_ps(_mm256_loadu_si256(halves + 1)), _mm512_set1_ps(-128.0f));
-        for (int j = 0; j < n; j++) {
-            results[j] = _mm512_fmadd_ps(dmin, mins[j], _mm512_fmadd_ps(d, sums[j], results[j]));
-        }
-    }
-    for (int j = 0; j < n; j++) {
-        _mm512_storeu_ps(tile + j * TF_PANEL_ROWS, results[j]);
-    }
-}
-
-static void run_q2k(const tf_base *base, int64_t panel, const tf_columns *x, float *tile) {
-    switch (x->n) {
-        case 1: q2k_n(base, panel, x, tile, 1); break;
-        case 2: q2k_n(base, panel, x, tile, 2); break;
-        case 3: q2k_n(base, panel, x, tile, 3); break;
-        case 4: q2k_n(base, panel, x, tile, 4); break;
-        case 5: q2k_n(base, panel, x, tile, 5); break;
-        case 6: q2k_n(base, panel, x, tile, 6); break;
-        case 7: q2k_n(base, panel, x, tile, 7); break;
-        default: q2k_n(base, panel, x, tile, 8); break;
-    }
-}
-
 /* Sum of 16 signed bytes. */
 INLINE int32_t sum_16(__m128i codes) {
     const __m128i sums = _mm_sad_epu8(_mm_xor_si128(codes, _mm_set1_epi8((char)0x80)), _mm_setzero_si128());
@@ -278,4 +191,4 @@ static bool supported(void) {
            __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
-const tf_kernel tf_kernel_avx512 = {"avx512-vnni", run, run_q2k, quantize, TF_MAX_COLUMNS, supported, peak};
+const tf_kernel tf_kernel_avx512 = {"avx512-vnni", run, tf_supers_avx512, quantize, TF_MAX_COLUMNS, supported, peak};

@@ -4,36 +4,13 @@
  * sdot wants signed codes. Of 4 bits the code's upper half (0..15) and of 6 bits its upper part (0..63) are
  * positive as they are, so these are multiplied and the integer sum is shifted; of 8 bits the code less
  * 128 is multiplied and 128 times the sum of the inputs added. The integers come out the same. */
-#include <arm_neon.h>
-
-#include "kernels.h"
+#include "kernel_neon.h"
 
 #if defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__APPLE__)
 #include <sys/sysctl.h>
 #endif
-
-#define INLINE static inline __attribute__((always_inline))
-/* Of the loops around dot_lane(): its lane is part of the instruction, so it has to become a constant. */
-#if defined(__clang__)
-#define UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define UNROLL _Pragma("GCC unroll 8")
-#endif
-
-enum { QUARTERS = 4 }; /* of a panel, 4 rows each */
-typedef float32x4_t quarter[TF_MAX_COLUMNS];
-static const float zeros[TF_MAX_COLUMNS];
-
-INLINE int32x4_t dot_lane(int32x4_t dot, int8x16_t codes, int8x16_t x, int lane) {
-    switch (lane) {
-        case 0: return vdotq_laneq_s32(dot, codes, x, 0);
-        case 1: return vdotq_laneq_s32(dot, codes, x, 1);
-        case 2: return vdotq_laneq_s32(dot, codes, x, 2);
-        default: return vdotq_laneq_s32(dot, codes, x, 3);
-    }
-}
 
 /* Chunk c of a 2-bit plane in bits 0-1, its neighbours' bits above. */
 INLINE uint8x16_t two_bits(uint8x16_t two, int c) {
@@ -57,23 +34,6 @@ INLINE int8x16_t unpack(const uint8x16_t *a, uint8x16_t b, uint8x16_t d, int c, 
 typedef struct streams {
     const uint8_t *p4, *p6, *p8;
 } streams;
-
-/* 16 inputs of n columns. The compiler must not know that they are the same for every quarter: clang would
- * make a register of each lane, far more than there are. */
-INLINE void load_inputs(const int8_t *q, int8x16_t *x, int n) {
-    for (int i = 0; i < n; i++) {
-        x[i] = vld1q_s8(q + i * 16);
-        __asm__ volatile("" : "+w"(x[i]));
-    }
-}
-
-/* Adds chunk c of 4 rows to the dot products of n columns. */
-INLINE void multiply(int8x16_t codes, const int8x16_t *x, int c, int32x4_t *dots, int n) {
-    UNROLL
-    for (int j = 0; j < n; j++) {
-        dots[j] = dot_lane(dots[j], codes, x[(c * n + j) / 4], (c * n + j) % 4);
-    }
-}
 
 /* Adds 16 inputs (4 chunks) of 4 rows to the dot products of n columns. */
 INLINE void unit(streams at, const int8_t *q, int32x4_t *dots, int bits, int n) {
@@ -111,21 +71,6 @@ INLINE void block_sums(const streams *p, int64_t b, const tf_columns *x, const i
             const int32x4_t dot = bits == 8 ? dots[j] : bits == 6 ? vshlq_n_s32(dots[j], 2) : vshlq_n_s32(dots[j], 4);
             sums[r][j] = vfmaq_n_f32(sums[r][j], vcvtq_f32_s32(dot), x->scale[b * n + j] * factor);
         }
-    }
-}
-
-INLINE float32x4_t load_halves(const uint16_t *halves) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(halves))); }
-
-/* Of each column, for all rows. */
-INLINE void fill(quarter *v, const float *values, int n) {
-    for (int i = 0; i < QUARTERS * n; i++) {
-        v[i / n][i % n] = vdupq_n_f32(values[i % n]);
-    }
-}
-
-INLINE void store(const quarter *v, float *tile, int n) {
-    for (int i = 0; i < QUARTERS * n; i++) {
-        vst1q_f32(tile + i % n * TF_PANEL_ROWS + i / n * 4, v[i / n][i % n]);
     }
 }
 
@@ -178,85 +123,6 @@ static void run(const tf_planes *planes, int64_t panel, const tf_columns *x, flo
     }
 }
 
-/* ---- Q2_K base ------------------------------------------------------------------------------- */
-
-/* Adds a sub-block of 16 inputs of 4 rows to the dot products of n columns. */
-INLINE void sub_block_dots(const uint8_t *codes, const int8_t *q, int32x4_t *dots, int n) {
-    int8x16_t x[TF_MAX_COLUMNS];
-    load_inputs(q, x, n);
-    const uint8x16_t packed = vld1q_u8(codes);
-    UNROLL
-    for (int c = 0; c < 4; c++) {
-        multiply(vreinterpretq_s8_u8(vandq_u8(two_bits(packed, c), vdupq_n_u8(3))), x, c, dots, n);
-    }
-}
-
-/* Four bits of every number, from bit `at` on. */
-INLINE int32x4_t nibble(uint32x4_t numbers, int at) {
-    return vreinterpretq_s32_u32(vandq_u32(vshlq_u32(numbers, vdupq_n_s32(-at)), vdupq_n_u32(15)));
-}
-
-/* Block b of a super-block; q, column_sums: of its 32 inputs, high or low. */
-INLINE void q2k_block(const uint8_t *super, int b, const int8_t *q, const int32_t *column_sums, const float *scale,
-                      float factor, quarter *sums, quarter *mins, int n) {
-    for (int r = 0; r < QUARTERS; r++) {
-        /* A | B << 16 of each row, where A and B are scale | min << 4 of a sub-block */
-        const uint32x4_t both = vreinterpretq_u32_u16(vmovl_u8(vld1_u8(super + 1024 + b * 32 + r * 8)));
-        const int32x4_t min_a = nibble(both, 4), min_b = nibble(both, 20);
-        int32x4_t first[TF_MAX_COLUMNS] = {vdupq_n_s32(0)}, second[TF_MAX_COLUMNS] = {vdupq_n_s32(0)};
-        sub_block_dots(super + b * 128 + r * 16, q, first, n);
-        sub_block_dots(super + b * 128 + 64 + r * 16, q + 16 * n, second, n);
-        for (int j = 0; j < n; j++) {
-            const float unit = scale[j] * factor;
-            const int32x4_t dot = vmlaq_s32(vmulq_s32(first[j], nibble(both, 0)), second[j], nibble(both, 16));
-            const int32x4_t minimum =
-                vmlaq_n_s32(vmulq_n_s32(min_a, (int16_t)column_sums[j]), min_b, column_sums[j] >> 16);
-            sums[r][j] = vfmaq_n_f32(sums[r][j], vcvtq_f32_s32(dot), unit);
-            mins[r][j] = vfmaq_n_f32(mins[r][j], vcvtq_f32_s32(minimum), unit);
-        }
-    }
-}
-
-INLINE void q2k_n(const tf_base *base, int64_t panel, const tf_columns *x, float *tile, int n) {
-    const int64_t supers = base->width / TF_SUPER;
-    const uint8_t *super = base->supers + panel * supers * TF_SUPER_BYTES;
-    quarter results[QUARTERS], sums[QUARTERS], mins[QUARTERS];
-    fill(results, zeros, n);
-    for (int64_t s = 0; s < supers; s++, super += TF_SUPER_BYTES) {
-        fill(sums, zeros, n);
-        fill(mins, zeros, n);
-        for (int b = 0; b < TF_SUPER / TF_BLOCK; b++) {
-            const int64_t block = s * (TF_SUPER / TF_BLOCK) + b, q = block * TF_BLOCK * n;
-            q2k_block(super, b, x->q + q, x->sums + block * n, x->scale + block * n, 1.0f, sums, mins, n);
-            if (tf_has_low(x, block)) {
-                q2k_block(super, b, x->low + q, x->low_sums + block * n, x->scale + block * n, TF_LOW, sums, mins, n);
-            }
-        }
-        const uint16_t *d = (const uint16_t *)(const void *)(super + 1280);
-        for (int r = 0; r < QUARTERS; r++) {
-            const float32x4_t scale = vmulq_n_f32(load_halves(d + r * 4), 128.0f);
-            const float32x4_t minus = vmulq_n_f32(load_halves(d + TF_PANEL_ROWS + r * 4), -128.0f);
-            for (int j = 0; j < n; j++) {
-                results[r][j] = vfmaq_f32(vfmaq_f32(results[r][j], scale, sums[r][j]), minus, mins[r][j]);
-            }
-        }
-    }
-    store(results, tile, n);
-}
-
-static void run_q2k(const tf_base *base, int64_t panel, const tf_columns *x, float *tile) {
-    switch (x->n) {
-        case 1: q2k_n(base, panel, x, tile, 1); break;
-        case 2: q2k_n(base, panel, x, tile, 2); break;
-        case 3: q2k_n(base, panel, x, tile, 3); break;
-        case 4: q2k_n(base, panel, x, tile, 4); break;
-        case 5: q2k_n(base, panel, x, tile, 5); break;
-        case 6: q2k_n(base, panel, x, tile, 6); break;
-        case 7: q2k_n(base, panel, x, tile, 7); break;
-        default: q2k_n(base, panel, x, tile, 8); break;
-    }
-}
-
 /* Four codes; zero for NaN, and for what a tiny block's infinite inverse makes. */
 INLINE int32x4_t quantize_4(const float *x, float inverse) {
     const float32x4_t value = vrndnq_f32(vmulq_n_f32(vld1q_f32(x), inverse));
@@ -294,4 +160,4 @@ static bool supported(void) {
 #endif
 }
 
-const tf_kernel tf_kernel_neon = {"neon-dotprod", run, run_q2k, quantize, TF_MAX_COLUMNS, supported, NULL};
+const tf_kernel tf_kernel_neon = {"neon-dotprod", run, tf_supers_neon, quantize, TF_MAX_COLUMNS, supported, NULL};

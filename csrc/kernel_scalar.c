@@ -50,56 +50,6 @@ static void run(const tf_planes *planes, int64_t panel, const tf_columns *x, flo
     }
 }
 
-static int32_t q2k_code(const uint8_t *super, int64_t lane, int64_t input) {
-    return super[input / 16 * 64 + lane * 4 + input % 4] >> (input / 4 % 4 * 2) & 3;
-}
-
-typedef struct q2k_sums {
-    float sum, mins;
-} q2k_sums;
-
-/* Adds a block of 32 inputs of one row and column. */
-static q2k_sums q2k_block(q2k_sums to, const uint8_t *super, int64_t lane, int64_t b, const int8_t *q, int32_t n,
-                          int32_t sums, float scale) {
-    const uint8_t *scales = super + 1024 + b * 32 + lane * 2;
-    int32_t total = 0;
-    for (int64_t i = 0; i < TF_BLOCK; i++) {
-        total += q2k_code(super, lane, b * TF_BLOCK + i) * (scales[i / 16] & 15) * q[i / 4 * 4 * n + i % 4];
-    }
-    const int32_t minimum = (scales[0] >> 4) * (int16_t)sums + (scales[1] >> 4) * (sums >> 16);
-    return (q2k_sums){fmaf((float)total, scale, to.sum), fmaf((float)minimum, scale, to.mins)};
-}
-
-/* Adds 256 inputs of one row and column to `tile`. */
-static float q2k_super(const uint8_t *super, int64_t lane, const tf_columns *x, int64_t s, int32_t j, float tile) {
-    const uint16_t *d = (const uint16_t *)(const void *)(super + 1280);
-    q2k_sums sums = {0.0f, 0.0f};
-    for (int64_t b = 0; b < TF_SUPER / TF_BLOCK; b++) {
-        const int64_t block = s * (TF_SUPER / TF_BLOCK) + b, at = block * x->n + j;
-        const int64_t first = (block * (TF_BLOCK / 4) * x->n + j) * 4;
-        sums = q2k_block(sums, super, lane, b, x->q + first, x->n, x->sums[at], x->scale[at]);
-        if (tf_has_low(x, block)) {
-            sums = q2k_block(sums, super, lane, b, x->low + first, x->n, x->low_sums[at], x->scale[at] * TF_LOW);
-        }
-    }
-    tile = fmaf(tf_half_to_float(d[lane]) * 128.0f, sums.sum, tile);
-    return fmaf(tf_half_to_float(d[TF_PANEL_ROWS + lane]) * -128.0f, sums.mins, tile);
-}
-
-static void run_q2k(const tf_base *base, int64_t panel, const tf_columns *x, float *tile) {
-    const int64_t supers = base->width / TF_SUPER;
-    const uint8_t *first = base->supers + panel * supers * TF_SUPER_BYTES;
-    for (int32_t j = 0; j < x->n; j++) {
-        for (int64_t lane = 0; lane < TF_PANEL_ROWS; lane++) {
-            float result = 0.0f;
-            for (int64_t s = 0; s < supers; s++) {
-                result = q2k_super(first + s * TF_SUPER_BYTES, lane, x, s, j, result);
-            }
-            tile[j * TF_PANEL_ROWS + lane] = result;
-        }
-    }
-}
-
 static float quantize(const float *x, int8_t *high, int8_t *low, int32_t *sums) {
     float largest = 0.0f;
     for (int i = 0; i < TF_BLOCK; i++) {
@@ -123,4 +73,4 @@ static float quantize(const float *x, int8_t *high, int8_t *low, int32_t *sums) 
 
 static bool always(void) { return true; }
 
-const tf_kernel tf_kernel_scalar = {"scalar", run, run_q2k, quantize, TF_MAX_COLUMNS, always, NULL};
+const tf_kernel tf_kernel_scalar = {"scalar", run, tf_supers_scalar, quantize, TF_MAX_COLUMNS, always, NULL};

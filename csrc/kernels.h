@@ -6,12 +6,19 @@
  *     for each block of 32:   sum = fma(dot(codes, x.q), x.scale[block], sum)     dot is an exact integer
  *   tile = fma(sum, scales[group], tile)
  *
- * and for a base of Q2_K, where A and B are the two sub-blocks of 16 of a block of 32:
+ * and for a base of Q2_K to Q6_K, where A and B are the two sub-blocks of 16 of a block of 32:
  *
  *   for each 256 inputs:
- *     for each block of 32:   sum  = fma(scaleA * dotA + scaleB * dotB, x.scale[block], sum)
- *                             mins = fma(minA * sumA + minB * sumB, x.scale[block], mins)
+ *     for each block of 32:   sum  = fma(product, x.scale[block], sum)
+ *                             mins = fma(minimum, x.scale[block], mins)         not of Q3_K, Q6_K
  *     tile = fma(128 * d, sum, tile), then fma(-128 * dmin, mins, tile)
+ *
+ *               product                                                 minimum (both are exact integers)
+ *   Q2_K        scaleA * dotA + scaleB * dotB                           minA * sumA + minB * sumB
+ *   Q4_K, Q5_K  scale * dot                                             min * sum
+ *   Q3_K, Q6_K  scaleA * (dotA - 4 or 32 * sumA) + the same of B
+ *
+ * No product is above 2^24, so float32 may compute it as well.
  *
  * Where x.flags says so, the same is done once more for the block with x.low, at x.scale / 256: these are
  * the next 8 bits of activations whose rounding would weigh most (activations.c). Nothing depends on how
@@ -57,8 +64,8 @@ static inline bool tf_has_low(const tf_columns *x, int64_t block) {
 
 /* tile: float32 [x->n][16], overwritten. */
 typedef void (*tf_panel_kernel)(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tile);
-/* The same for a base of Q2_K. */
-typedef void (*tf_q2k_kernel)(const tf_base *base, int64_t panel, const tf_columns *x, float *tile);
+/* The same for a base of Q2_K to Q6_K. */
+typedef void (*tf_supers_kernel)(const tf_base *base, int64_t panel, const tf_columns *x, float *tile);
 /* Quantizes 32 activations to 16 bits, x = scale * (256 * high + low), and returns scale. sums: of high and of low,
  * as tf_columns has them. */
 typedef float (*tf_quantizer)(const float *x, int8_t *high, int8_t *low, int32_t *sums);
@@ -66,7 +73,7 @@ typedef float (*tf_quantizer)(const float *x, int8_t *high, int8_t *low, int32_t
 typedef struct tf_kernel {
     const char *name;
     tf_panel_kernel run;
-    tf_q2k_kernel run_q2k;
+    tf_supers_kernel run_supers;
     tf_quantizer quantize;
     int32_t max_columns; /* of a block, at most TF_MAX_COLUMNS */
     bool (*supported)(void);
@@ -80,6 +87,13 @@ extern const tf_kernel tf_kernel_avx2;
 extern const tf_kernel tf_kernel_avxvnni;
 extern const tf_kernel tf_kernel_avx512;
 extern const tf_kernel tf_kernel_neon;
+
+/* Their run_supers, which have files of their own. */
+void tf_supers_scalar(const tf_base *base, int64_t panel, const tf_columns *x, float *tile);
+void tf_supers_avx2(const tf_base *base, int64_t panel, const tf_columns *x, float *tile);
+void tf_supers_avxvnni(const tf_base *base, int64_t panel, const tf_columns *x, float *tile);
+void tf_supers_avx512(const tf_base *base, int64_t panel, const tf_columns *x, float *tile);
+void tf_supers_neon(const tf_base *base, int64_t panel, const tf_columns *x, float *tile);
 
 /* NULL name: the default. Returns NULL, with a message, for a name this CPU cannot run. */
 const tf_kernel *tf_kernel_find(const char *name);

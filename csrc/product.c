@@ -28,7 +28,7 @@ static void store_tile(const tf_product *product, int64_t panel, int64_t first_c
 
 static void base_tile(const tf_kernel *kernel, const tf_base *base, int64_t panel, tf_columns x, float *tile) {
     if (base->supers != NULL) {
-        kernel->run_q2k(base, panel, &x, tile);
+        kernel->run_supers(base, panel, &x, tile);
         return;
     }
     x.offset = x.base_offset;

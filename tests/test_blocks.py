@@ -9,14 +9,14 @@ import pytest
 from twofold import blocks, errors
 
 RNG = np.random.default_rng(7)
-BASES = ("q2_k", "q4_0", "q8_0")
+BASES = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q4_0", "q8_0")
 
 
 def weights(rows: int, width: int, scale: float = 0.02) -> np.ndarray:
     return (RNG.standard_normal((rows, width)) * scale).astype(np.float32)
 
 
-@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q5_1", "q2_k", "q6_k", "bf16", "f16"])
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "bf16", "f16"])
 def test_dequantize_agrees_with_gguf_py(name: str) -> None:
     kind = blocks.ggml_type(name)
     data = blocks.quantize(weights(6, 512), kind)
@@ -97,6 +97,19 @@ def test_products_are_close_to_float64(base: str) -> None:
     alone = blocks.matmul(residual, x)
     exact = x.astype(np.float64) @ blocks.decode_residual(residual).T.astype(np.float64)
     assert np.linalg.norm(alone - exact) / np.linalg.norm(exact) < 0.006
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_base_weights_are_ggmls(base: str) -> None:
+    """One input at a time gives the weights themselves: nothing of them is rounded."""
+    kind, rows, width = blocks.ggml_type(base), 35, 512
+    source = weights(rows, width)
+    source[7] *= 1000.0
+    data = blocks.quantize(source, kind)
+    whole = blocks.dequantize(data, kind, source.shape)
+    product = blocks.matmul(None, np.eye(width, dtype=np.float32), base=blocks.BaseMatrix(kind, rows, width, data)).T
+    largest = np.abs(whole).max(axis=1, keepdims=True)
+    assert (np.abs(product - whole) <= 1e-6 * largest).all()  # float32's rounding; float16's would be 5e-4
 
 
 def test_outliers_do_not_cost_accuracy() -> None:

@@ -61,6 +61,19 @@ def test_claimed_draft_is_close_to_stock_llama_cpp(model: tuple[Path, np.ndarray
     assert not np.array_equal(drafts, theirs)  # it was claimed
 
 
+@pytest.mark.parametrize("base_type", ["q3_k", "q4_k", "q5_k", "q6_k"])
+def test_bases_of_all_k_types_are_claimed(tiny_llama: Path, base_type: str, tmp_path: Path) -> None:
+    base = convert(tiny_llama, tmp_path / "m", base_type=base_type).base
+    llm = twofold.Llama(base, **SETTINGS)
+    tokens = llm.tokenize(TEXT.encode())
+    merged = llama_cpp.Llama(str(merge(base, tmp_path / "merged.gguf", type="f32").path), **SETTINGS)
+    assert kl_divergence(logits_of(merged, tokens), logits_of(llm, tokens)).mean() < 0.002
+    stock = llama_cpp.Llama(str(base), flash_attn=True, **SETTINGS)
+    drafts, theirs = logits_of(llm, tokens, draft=True), logits_of(stock, tokens)
+    assert kl_divergence(theirs, drafts).mean() < 0.002
+    assert not np.array_equal(drafts, theirs)  # it was claimed
+
+
 def test_tokens_have_the_same_bits_in_every_batch(tmp_path: Path) -> None:
     write_tiny(tmp_path / "source.gguf", "llama")
     llm = twofold.Llama(convert(tmp_path / "source.gguf", tmp_path / "m").base, **SETTINGS)

@@ -66,62 +66,82 @@ static void test_quantizer(const tf_kernel *kernel) {
     check_quantizer(kernel, x);
 }
 
-/* ---- panels of Q2_K --------------------------------------------------------------------------- */
+/* ---- supers: Q2_K to Q6_K ---------------------------------------------------------------------- */
 
-static tf_base random_supers(int64_t rows, int64_t width, uint64_t *state, bool extreme) {
-    const int64_t supers = tf_panels(rows) * (width / TF_SUPER);
-    tf_base base = {.type = GGML_TYPE_Q2_K, .rows = rows, .width = width};
-    base.supers = test_alloc((size_t)(supers * TF_SUPER_BYTES));
-    for (int64_t i = 0; i < supers * TF_SUPER_BYTES; i++) {
-        base.supers[i] = extreme ? 0xff : (uint8_t)(test_random(state) >> 40);
+/* Random bytes, or all of one value: codes, scales and mins as large as they can be, or scales of -128. */
+static tf_base random_supers(int64_t rows, int64_t width, int32_t bits, uint64_t *state, int extreme) {
+    const int64_t supers = tf_panels(rows) * (width / TF_SUPER), bytes = tf_super_bytes(bits);
+    tf_base base = {.bits = bits, .rows = rows, .width = width};
+    base.supers = test_alloc((size_t)(supers * bytes));
+    for (int64_t i = 0; i < supers * bytes; i++) {
+        const bool scale = i % bytes >= tf_super_scales(bits);
+        const uint8_t random = (uint8_t)(test_random(state) >> 40);
+        base.supers[i] = extreme == 0 ? random : extreme == 1 ? 0xff : scale ? 0x80 : 0;
     }
     for (int64_t i = 0; i < supers * 32; i++) {
         const uint16_t half = (uint16_t)(test_random(state) >> 40 & 0xbbff);
-        memcpy(base.supers + i / 32 * TF_SUPER_BYTES + 1280 + i % 32 * 2, &half, sizeof half);
+        memcpy(base.supers + i / 32 * bytes + tf_super_d(bits) + i % 32 * 2, &half, sizeof half);
     }
     return base;
 }
 
 /* Columns in buffers of exactly their size, with the sums that belong to their codes. */
 static tf_columns random_columns(int64_t width, int32_t n, uint64_t *state, bool extreme) {
-    tf_columns x = {.n = n};
-    x.q = test_alloc((size_t)(width * n));
-    x.scale = test_alloc((size_t)(width / TF_BLOCK * n) * sizeof *x.scale);
-    x.sums = test_alloc((size_t)(width / TF_BLOCK * n) * sizeof *x.sums);
+    const int64_t blocks = width / TF_BLOCK;
+    tf_columns x = {.n = n, .q = test_alloc((size_t)(width * n)), .low = test_alloc((size_t)(width * n))};
+    x.scale = test_alloc((size_t)(blocks * n) * sizeof *x.scale);
+    x.sums = test_alloc((size_t)(blocks * n) * sizeof *x.sums);
+    x.low_sums = test_alloc((size_t)(blocks * n) * sizeof *x.low_sums);
+    x.flags = test_alloc((size_t)(blocks * TF_MAX_COLUMNS));
     for (int64_t i = 0; i < width * n; i++) {
         x.q[i] = (int8_t)(extreme ? -127 : (int64_t)(test_random(state) >> 40) % 255 - 127);
+        x.low[i] = (int8_t)(extreme ? -128 : test_random(state) >> 40);
     }
-    for (int64_t i = 0; i < width / TF_BLOCK * n; i++) {
-        x.sums[i] = test_half_sums(x.q + (i / n * (TF_BLOCK / 4) * n + i % n) * 4, n);
+    for (int64_t i = 0; i < blocks * n; i++) {
+        const int64_t first = (i / n * (TF_BLOCK / 4) * n + i % n) * 4;
+        x.sums[i] = test_half_sums(x.q + first, n);
+        x.low_sums[i] = test_half_sums(x.low + first, n);
         x.scale[i] = 1e-3f * fabsf(test_gaussian(state));
+    }
+    for (int64_t i = 0; i < blocks * TF_MAX_COLUMNS; i++) { /* of columns that are not there as well */
+        x.flags[i] = extreme || test_random(state) >> 62 == 0;
     }
     return x;
 }
 
-static void compare_supers(const tf_kernel *kernel, const tf_base *base, const tf_columns *x) {
-    const size_t floats = (size_t)x->n * TF_PANEL_ROWS;
+static void free_columns(tf_columns *x) {
+    free(x->q);
+    free(x->low);
+    free(x->scale);
+    free(x->sums);
+    free(x->low_sums);
+    free(x->flags);
+}
+
+static void compare_supers(const tf_kernel *kernel, const tf_base *base, tf_columns x, bool low) {
+    const size_t floats = (size_t)x.n * TF_PANEL_ROWS;
     float *want = test_alloc(floats * sizeof *want), *got = test_alloc(floats * sizeof *got);
+    x.flags = low ? x.flags : NULL;
     for (int64_t panel = 0; panel < tf_panels(base->rows); panel++) {
         memset(got, 0x55, floats * sizeof *got);
-        tf_kernel_scalar.run_q2k(base, panel, x, want);
-        kernel->run_q2k(base, panel, x, got);
+        tf_kernel_scalar.run_supers(base, panel, &x, want);
+        kernel->run_supers(base, panel, &x, got);
         CHECK(memcmp(want, got, floats * sizeof *got) == 0);
     }
     free(want);
     free(got);
 }
 
-static void test_supers(const tf_kernel *kernel) {
+static void test_supers(const tf_kernel *kernel, int32_t bits) {
     static const int64_t shapes[][2] = {{1, 256}, {16, 512}, {17, 256}, {33, 1536}};
     uint64_t state = 13;
-    for (int i = 0; i < 4 * 2; i++) {
-        tf_base base = random_supers(shapes[i % 4][0], shapes[i % 4][1], &state, i >= 4);
+    for (int i = 0; i < 4 * 3; i++) {
+        tf_base base = random_supers(shapes[i % 4][0], shapes[i % 4][1], bits, &state, i / 4);
         for (int32_t n = 1; n <= kernel->max_columns; n++) {
             tf_columns x = random_columns(base.width, n, &state, i >= 4);
-            compare_supers(kernel, &base, &x);
-            free(x.q);
-            free(x.scale);
-            free(x.sums);
+            compare_supers(kernel, &base, x, false);
+            compare_supers(kernel, &base, x, true);
+            free_columns(&x);
         }
         free(base.supers);
     }
@@ -184,9 +204,10 @@ static void check_product(const matrices *m, const float *x, int64_t n) {
 }
 
 static void test_products(void) {
-    static const int32_t types[] = {GGML_TYPE_Q4_0, GGML_TYPE_Q8_0, GGML_TYPE_Q2_K};
+    static const int32_t types[] = {GGML_TYPE_Q4_0, GGML_TYPE_Q8_0, GGML_TYPE_Q2_K, GGML_TYPE_Q3_K,
+                                    GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K};
     static const int64_t rows[] = {1, 16, 33}, columns[] = {1, 5, 33};
-    for (int i = 0; i < 3 * 3; i++) {
+    for (int i = 0; i < 7 * 3; i++) {
         CHECK(tf_base_has_kernel(types[i / 3]));
         matrices m = make(types[i / 3], rows[i % 3], 512, 4 + i % 3 * 2);
         for (int c = 0; c < 3; c++) {
@@ -221,7 +242,9 @@ int main(void) {
     for (int32_t k = 0; k < tf_kernel_count(); k++) {
         const tf_kernel *kernel = tf_kernel_find(tf_kernel_name(k));
         printf("kernel %s\n", kernel->name);
-        test_supers(kernel);
+        for (int32_t bits = 2; bits <= 6; bits++) {
+            test_supers(kernel, bits);
+        }
         test_quantizer(kernel);
     }
     test_products();

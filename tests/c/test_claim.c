@@ -177,6 +177,8 @@ int main(void) {
         test_types(GGML_TYPE_Q4_0, columns[i]);
         test_types(GGML_TYPE_Q8_0, columns[i]);
         test_types(GGML_TYPE_Q2_K, columns[i]);
+        test_types(GGML_TYPE_Q3_K, columns[i]);
+        test_types(GGML_TYPE_Q6_K, columns[i]);
     }
     test_growing_inputs();
     test_layouts();
