@@ -44,7 +44,9 @@ def pair_times(llm: twofold.Llama, tokens: list[int], repeats: int) -> dict[str,
         decoder.truncate(CONTEXT)
         decoder.decode(tokens[CONTEXT : CONTEXT + width], CONTEXT, all_rows=True)
 
-    drafts = median_ms(lambda: void(speculate.draft(decoder, tokens[CONTEXT], CONTEXT, 8, Fixed(8))), repeats)
+    drafts = median_ms(
+        lambda: void(speculate.draft(decoder, tokens[CONTEXT], CONTEXT, 8, speculate.Drafting(Fixed(8)))), repeats
+    )
     checks = {str(width): median_ms(lambda width=width: check(width), repeats) for width in WIDTHS}
     decoder.truncate(CONTEXT)
     share = python_share(decoder, tokens, repeats)
@@ -70,7 +72,7 @@ def python_share(decoder: Any, tokens: list[int], repeats: int) -> float:
     start = time.perf_counter()
     try:
         for _ in range(repeats):
-            speculate.draft(decoder, tokens[CONTEXT], CONTEXT, 8, Fixed(8))
+            speculate.draft(decoder, tokens[CONTEXT], CONTEXT, 8, speculate.Drafting(Fixed(8)))
     finally:
         llama_cpp.llama_decode = original
     return round(1 - inside / (time.perf_counter() - start), 4)

@@ -22,8 +22,10 @@ from twofold.convert import convert
 from twofold.pace import Fixed
 from twofold.prompts import KINDS, prompts
 from twofold.simulate import Agreements
+from twofold.speculate import Drafting
 from twofold.stats import Stats
 from twofold.texts import Texts
+from twofold.vocabularies import shared_vocabulary
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -158,7 +160,7 @@ def test_agreements_are_those_of_drafts_from_a_fresh_cache(llm: twofold.Llama, t
         for place, limit in found.limits.items():
             fresh.reset()
             fresh.eval([*PROMPT, *text[:place]])
-            made = speculate.draft(fresh._decoder, text[place], len(PROMPT) + place, limit, Fixed(limit))
+            made = speculate.draft(fresh._decoder, text[place], len(PROMPT) + place, limit, Drafting(Fixed(limit)))
             same = [a == b for a, b in zip(made, text[place + 1 :], strict=False)]
             assert found.agreed[place] == [*same, False].index(False)
     assert len(found.agreed) > 5 and len(set(found.agreed.values())) > 2
@@ -233,8 +235,8 @@ def test_unused_tokens_at_the_end_are_padding(tiny_llama: Path, tmp_path: Path) 
     assert (len(known), decoder.vocabulary(padded)) == (512, known[:509])
     models = [drafts.of_model("a", tiny_llama), drafts.of_model("b", padded)]
     with pytest.raises(errors.MismatchError, match="they have 512 and 509 tokens"):
-        drafts.shared_vocabulary(models)
-    assert drafts.shared_vocabulary(models[1:] * 2) == known[:509]
+        shared_vocabulary([m.path for m in models])
+    assert shared_vocabulary([m.path for m in models[1:] * 2]) == known[:509]
 
 
 # ---- texts -------------------------------------------------------------------------------------------

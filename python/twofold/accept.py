@@ -26,6 +26,7 @@ from twofold.llama import MAX_DRAFT, Llama
 from twofold.prompts import KINDS, prompts
 from twofold.simulate import Agreements
 from twofold.texts import Text, Texts
+from twofold.vocabularies import shared_vocabulary
 
 Result = TypeVar("Result")
 DEPTHS = (2, 3, 4, 6, 8, 12, 24)
@@ -108,7 +109,7 @@ def measure(
     settings = settings or Settings()
     _check(pairs, drafters, settings)
     models = _describe(pairs, drafters, settings.residual_bits)
-    asked = _prompts(models[0], drafts.shared_vocabulary(models), settings)
+    asked = _prompts(models[0], shared_vocabulary([m.path for m in models]), settings)
     run = _Run(models, asked, settings, progress)
     measured = {model.name: run.of(model) for model in models if settings.measure_pairs or not model.bits}
     if not any(simulate.complete(text, min(settings.depths))[1] for found in measured.values() for text in found):

@@ -280,18 +280,18 @@ class Decoder:
         return int(sampler.sample(self._llama._ctx, row))
 
     @contextmanager
-    def guessing(self, sampler: Any) -> Iterator[Callable[[], int]]:
-        """Yield a function that guesses what `sampler` will take, from the last row; None takes the likeliest token.
+    def guessing(self, sampler: Any) -> Iterator[Callable[[int], int]]:
+        """Yield a function that guesses what `sampler` will take from a row; None takes the likeliest token.
 
         A copy of the chain guesses, with the same random numbers, penalties and grammar: where base and full model
         agree on the probabilities, so do the guess and what the sampler takes then.
         """
         if sampler is None or sampler.custom_samplers:  # functions in Python cannot be copied
-            yield lambda: self.greedy(-1)
+            yield self.greedy
             return
         copy = llama_cpp.llama_sampler_clone(sampler.sampler)
         try:
-            yield lambda: int(llama_cpp.llama_sampler_sample(copy, self._ctx, -1))
+            yield lambda row: int(llama_cpp.llama_sampler_sample(copy, self._ctx, row))
         finally:
             llama_cpp.llama_sampler_free(copy)
 

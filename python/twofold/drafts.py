@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from twofold import errors, prompting, report, speculate
-from twofold.decoder import end_of_generation, vocabulary
+from twofold.decoder import end_of_generation
 from twofold.llama import Llama
 from twofold.pairfile import open_pair, parts_read
 from twofold.simulate import Agreements, explore
@@ -98,36 +98,6 @@ def _digest(source: Source) -> Any:
         digest.update(f"{tensor.name} {tensor.kind.name} {tensor.shape}".encode())
         digest.update(tensor.data[:_HEAD].tobytes())
     return digest
-
-
-def shared_vocabulary(drafts: Sequence[Draft]) -> list[bytes]:
-    """Return the texts of the tokens, by id, that all of these models have.
-
-    Raises
-    ------
-    MismatchError
-        naming the first two models that differ, and where.
-    """
-    first = vocabulary(drafts[0].path)
-    for draft in drafts[1:]:
-        other = vocabulary(draft.path)
-        if other == first:
-            continue
-        place = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), None)
-        what = (
-            f"they have {len(first)} and {len(other)} tokens"
-            if place is None
-            else f"token {place} is {_show(first[place])} in one and {_show(other[place])} in the other"
-        )
-        raise errors.MismatchError(
-            f"{draft.path} cannot draft for {drafts[0].path}: their vocabularies differ, {what}; "
-            "use models of one family"
-        )
-    return first
-
-
-def _show(text: bytes) -> str:
-    return repr(text.decode("utf-8", "replace"))
 
 
 @contextmanager

@@ -9,12 +9,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from twofold import errors, speculate
+from twofold import errors, propose, speculate
 from twofold.decoder import BaseLlama, make_sampler, physical_cores
 from twofold.loading import check_arguments, load_engine, set_bits
 from twofold.pace import Auto, Fixed, Pace
 from twofold.pairfile import residual_bytes
+from twofold.propose import NGRAM, Proposer
 from twofold.stats import Meter, Stats
+from twofold.vocabularies import shared_vocabulary
 
 MAX_DRAFT = 32
 
@@ -33,6 +35,9 @@ class Llama(BaseLlama):
         The verifier: 4, 6, 8, or 0 for the base alone; default: all that the file holds. May be changed later.
     residual_path
         Default: ``NAME.residual.gguf`` beside the base.
+    drafter
+        What guesses for the base to check: ``"ngram"`` looks the last tokens up in the text so far, a path names a
+        GGUF file with the same vocabulary, None leaves the base alone. Loaded with the same context and threads.
     claim
         Compute base products in host memory with twofold's own kernels, base and residual in one pass, instead of
         ggml's; default: where all types of the base have such kernels. Drafts then differ from stock llama.cpp's
@@ -70,6 +75,7 @@ class Llama(BaseLlama):
         draft_tokens: int | Literal["auto"] = "auto",
         residual_bits: int | None = None,
         residual_path: str | os.PathLike[str] | None = None,
+        drafter: str | os.PathLike[str] | None = NGRAM,
         claim: bool | None = None,
         preload: bool = True,
         **arguments: Any,
@@ -92,6 +98,14 @@ class Llama(BaseLlama):
         super().__init__(engine, model_path=os.fspath(model_path), **arguments)
         self._fit_to_context()
         self._make_base_panels()
+        self._proposer = None if self._engine is None else self._make_proposer(drafter)
+
+    def _make_proposer(self, drafter: str | os.PathLike[str] | None) -> Proposer | None:
+        if drafter is None or drafter == NGRAM:
+            return propose.make(drafter)
+        shared_vocabulary([Path(self.model_path), Path(drafter)])
+        batch = {"n_threads": self.n_threads, "n_threads_batch": self.n_threads_batch, "n_batch": self.n_batch}
+        return propose.make(os.fspath(drafter), n_ctx=self._n_ctx, flash_attn=True, **batch)
 
     def _fit_to_context(self) -> None:
         """Make room for as many tokens as the context holds: llama.cpp rounds n_ctx up, llama_cpp does not know."""
@@ -317,10 +331,13 @@ class Llama(BaseLlama):
         if room < 0:
             raise errors.DecodeError(f"the context of {self._n_ctx} tokens is full")
         most = min(MAX_DRAFT, room, self._decoder.max_batch - 1) if self._residual_bits else 0
+        self.input_ids[self.n_tokens] = last
+        text = self.input_ids[: self.n_tokens + 1]
+        how = speculate.Drafting(self._pace, self._sampler, self._proposer, text)
         length, drafted, before = self._pace.begin(most), list[int](), (stats.draft_s, stats.verify_s)
         if length:
             with stats.timed("draft_s"):
-                drafted = speculate.draft(self._decoder, last, self.n_tokens, length, self._pace, self._sampler)
+                drafted = speculate.draft(self._decoder, last, self.n_tokens, length, how)
         stats.count_draft(len(drafted))
         with stats.timed("verify_s"):
             speculate.check(self._decoder, last, drafted, self.n_tokens)

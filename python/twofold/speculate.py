@@ -7,29 +7,77 @@ decoded yet. A draft decodes last, d1 .. d(k-1) in draft mode, the check decodes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from twofold.decoder import Decoder
 from twofold.pace import Pace
+from twofold.propose import Proposer
 
 
-def draft(decoder: Decoder, last: int, position: int, length: int, pace: Pace, sampler: Any = None) -> list[int]:
+@dataclass(frozen=True)
+class Drafting:
+    """How to draft.
+
+    Attributes
+    ----------
+    pace
+        says when to stop.
+    sampler
+        chain that the full model's tokens are drawn with; None: the likeliest are taken.
+    proposer, text
+        guesses for the base to check, and the text that they go by, `last` included.
+    """
+
+    pace: Pace
+    sampler: Any = None
+    proposer: Proposer | None = None
+    text: Sequence[int] = ()
+
+
+def draft(decoder: Decoder, last: int, position: int, length: int, how: Drafting) -> list[int]:
     """Return what the base continues `last` with; the cells it used are freed again.
 
-    At most `length` tokens, fewer where `pace` sees no use in another. They are the most likely ones, or those that
-    `sampler`, the chain that the full model's tokens are drawn with, would draw from the base.
+    At most `length` tokens. They are the most likely ones, or those that the sampler would draw from the base.
     """
     tokens: list[int] = []
+    goes_on = True
     try:
-        with decoder.drafting(), decoder.guessing(sampler) as guess:
-            for offset in range(length):
-                decoder.decode([tokens[-1] if tokens else last], position + offset, all_rows=False)
-                tokens.append(guess())
-                if len(tokens) < length and not pace.goes_on(lambda: decoder.confidence(-1, tokens[-1])):
-                    break
+        with decoder.drafting(), decoder.guessing(how.sampler) as guess:
+            while goes_on and len(tokens) < length:
+                before = tokens[-1] if tokens else last
+                made, first = _step(decoder, before, position + len(tokens), length - len(tokens), tokens, how, guess)
+                tokens += made
+                for row, token in enumerate(made, first):
+                    goes_on = goes_on and how.pace.goes_on(partial(decoder.confidence, row, token))
     finally:
         decoder.truncate(position)
     return tokens
+
+
+def _step(
+    decoder: Decoder,
+    before: int,
+    position: int,
+    room: int,
+    drafted: Sequence[int],
+    how: Drafting,
+    guess: Callable[[int], int],
+) -> tuple[list[int], int]:
+    """Decode one token, and guesses after it; return the base's tokens and the row of the first."""
+    guesses = how.proposer.propose(how.text, drafted, room - 1) if how.proposer is not None and room > 1 else []
+    decoder.decode([before, *guesses], position, all_rows=bool(guesses))
+    if not guesses or how.proposer is None:
+        return [guess(-1)], -1
+    made: list[int] = []
+    for row in range(len(guesses) + 1):
+        made.append(guess(row))
+        if row == len(guesses) or made[row] != guesses[row]:
+            break
+    how.proposer.outcome(len(guesses), len(made) - 1)
+    decoder.truncate(position + len(made))
+    return made, 0
 
 
 def agreeing(decoder: Decoder, text: Sequence[int], position: int, limit: int) -> int:

@@ -1,0 +1,123 @@
+"""Guesses for the base to check: the draft's own draft, from the text so far or from another model.
+
+The base checks several guesses in one batch for little more than the price of one token; what it agrees with is
+drafted, and so are its own token after them. The full model checks the draft as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from twofold.decoder import BaseLlama, Decoder
+
+NGRAM = "ngram"
+MATCHES = (4, 3, 2)  # lengths of repeated text that are looked for, the longest first
+MOST = 8  # guesses at once: what a CPU checks in one block of columns
+_USEFUL = 0.4  # share of first guesses that must have been right lately
+_SMOOTH = 0.15
+
+
+class Proposer(Protocol):
+    """Guesses how a text goes on."""
+
+    def propose(self, text: Sequence[int], drafted: Sequence[int], most: int) -> list[int]:
+        """Return at most `most` tokens that may follow `text` and `drafted`; none is always right."""
+
+    def outcome(self, proposed: int, right: int) -> None:
+        """Take how many of the last guesses the base agreed with."""
+
+
+class Lookup:
+    """Where the last tokens have occurred before, what followed them then (Saxena 2023, prompt lookup decoding).
+
+    Lengths of repetition whose guesses are mostly wrong are left alone for a while.
+    """
+
+    def __init__(self) -> None:
+        self._text: list[int] = []
+        self._ends: dict[tuple[int, ...], int] = {}  # end of the latest occurrence
+        self._useful = dict.fromkeys(MATCHES, 1.0)
+        self._match = 0
+
+    def _follow(self, text: Sequence[int]) -> None:
+        """Take in what has been added to the text, or begin again where it is another."""
+        known = len(self._text)
+        if len(text) < known or list(text[max(known - 16, 0) : known]) != self._text[-16:]:
+            self._text, self._ends, known = [], {}, 0
+        self._text.extend(int(token) for token in text[known:])
+        # The last position is left out: it has no continuation yet.
+        for end in range(max(known, 1), len(self._text)):
+            for length in MATCHES:
+                if end >= length:
+                    self._ends[tuple(self._text[end - length : end])] = end
+
+    def propose(self, text: Sequence[int], drafted: Sequence[int], most: int) -> list[int]:
+        """Return what followed the latest occurrence of the last 4, 3 or 2 tokens."""
+        self._follow(text)
+        recent = [*self._text[-max(MATCHES) :], *drafted]
+        for self._match in MATCHES:
+            end = self._ends.get(tuple(recent[-self._match :])) if len(recent) >= self._match else None
+            if end is None:
+                continue
+            if self._useful[self._match] < _USEFUL:
+                self._useful[self._match] += 0.02  # tried again after a while
+                continue
+            return self._text[end : end + min(most, MOST)]
+        return []
+
+    def outcome(self, proposed: int, right: int) -> None:
+        """Learn whether the first guess was right."""
+        if proposed:
+            old = self._useful[self._match]
+            self._useful[self._match] = old + _SMOOTH * (float(right > 0) - old)
+
+
+class Model:
+    """An ordinary GGUF with the same vocabulary that guesses greedily, in a cache of its own."""
+
+    def __init__(self, path: str, **arguments: Any) -> None:
+        """Load the model; arguments as of llama_cpp.Llama."""
+        self._llama = BaseLlama(None, model_path=path, verbose=False, **arguments)
+        self._decoder: Decoder = self._llama._decoder
+        self._cached: list[int] = []
+
+    def propose(self, text: Sequence[int], drafted: Sequence[int], most: int) -> list[int]:
+        """Return its most likely continuation."""
+        tokens = [*map(int, text), *drafted]
+        keep = 0
+        for known, token in zip(self._cached, tokens[:-1], strict=False):
+            if known != token:
+                break
+            keep += 1
+        self._decoder.truncate(keep)
+        fresh, guesses = tokens[keep:], list[int]()
+        room = self._llama.n_ctx() - len(tokens)
+        while len(guesses) < min(most, MOST, room):
+            for first in range(0, len(fresh), self._decoder.max_batch):
+                self._decoder.decode(fresh[first : first + self._decoder.max_batch], keep + first, all_rows=False)
+            keep += len(fresh)
+            guesses.append(self._decoder.greedy(-1))
+            fresh = guesses[-1:]
+        self._cached = [*tokens, *guesses][:keep]
+        return guesses
+
+    def outcome(self, proposed: int, right: int) -> None:
+        """Nothing to learn."""
+
+    def close(self) -> None:
+        """Free the model."""
+        self._llama.close()
+
+
+def make(drafter: str | None, **arguments: Any) -> Proposer | None:
+    """Return what ``drafter`` names: ``ngram``, a GGUF file, or None for nothing.
+
+    Raises
+    ------
+    FileAccessError, FormatError, UnsupportedError
+        if the file cannot be loaded.
+    """
+    if drafter is None:
+        return None
+    return Lookup() if drafter == NGRAM else Model(drafter, **arguments)
