@@ -23,7 +23,13 @@ class Factor:
     """Upper factors of the inverse second moments, one for each block along the diagonal."""
 
     def __init__(self, moments: Floats, damping: float = DAMPING) -> None:
-        """Take float32 ``(blocks, block, block)``; sums will do, their scale does not matter."""
+        """Take float32 ``(blocks, block, block)``; sums will do, their scale does not matter.
+
+        Raises
+        ------
+        ValueError
+            if they are not finite, or no second moments of anything.
+        """
         self.block = moments.shape[1]
         self._upper = [_upper_factor(part, damping) for part in moments]
 
@@ -51,11 +57,15 @@ class Factor:
 
 
 def _upper_factor(moments: Floats, damping: float) -> Floats:
+    if not np.isfinite(moments).all():
+        raise ValueError("not finite")
     damped = moments.astype(np.float64)
-    diagonal = np.diagonal(damped)
-    mean = float(diagonal.mean())
+    mean = float(np.diagonal(damped).mean())
     damped[np.diag_indices_from(damped)] += damping * mean if mean > 0 else 1.0
-    return np.asarray(np.linalg.cholesky(np.linalg.inv(damped)).T, np.float32)
+    try:
+        return np.asarray(np.linalg.cholesky(np.linalg.inv(damped)).T, np.float32)
+    except np.linalg.LinAlgError as error:
+        raise ValueError(str(error)) from error
 
 
 def round_base(weights: Floats, kind: GgmlType, importance: Floats, factor: Factor) -> tuple[Bytes, Floats]:
