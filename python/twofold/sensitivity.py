@@ -113,8 +113,8 @@ def choose_types(
     spent = sum(found[0].bits for found in options.values())
     if spent > budget:
         raise errors.ArgumentError(
-            f"{bpw:g} bits a weight: the smallest of {', '.join(candidates)} that fit take {spent / weights:.3f}; raise "
-            "the budget (--base-bpw) or name smaller types (--base-types iq2_xs,q2_k,...)"
+            f"{bpw:g} bits a weight: the smallest of {', '.join(candidates)} that fit take {spent / weights:.3f}; "
+            "raise the budget (--base-bpw) or name smaller types (--base-types iq2_xs,q2_k,...)"
         )
     return _spend(options, budget - spent)
 
@@ -158,8 +158,8 @@ def _options(split: Split, calibration: Calibration, candidates: Sequence[str]) 
     kinds = [kind for kind in map(ggml_type, candidates) if width % kind.block == 0 and kind.bpw < source.bpw]
     if not kinds:
         raise errors.ArgumentError(
-            f"none of {', '.join(candidates)} fits {name}: width {width}, {source.bpw:.3g} bits a weight in the source; "
-            "name a type whose blocks divide the width (--base-types q4_0,...: 32) and that is smaller than the source"
+            f"none of {', '.join(candidates)} fits {name}: width {width}, {source.bpw:.3g} bits a weight in its "
+            "source; name a type that divides the width (--base-types q4_0,...: by 32) and is smaller than the source"
         )
     importance = calibration.mean_importance(name)
     scaled = np.ones(width, np.float32) if importance is None else importance
