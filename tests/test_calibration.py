@@ -9,9 +9,10 @@ import gguf
 import numpy as np
 import pytest
 
-from twofold import calibration, errors
+from twofold import blocks, calibration, errors
 from twofold.calibration import Calibration
 from twofold.collector import Sums
+from twofold.rounding import Rounding
 
 RNG = np.random.default_rng(5)
 Q, K, UP = "blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.0.ffn_up_exps.weight"
@@ -202,6 +203,22 @@ def test_damaged_files(damage: dict[str, np.ndarray | None], said: str, tmp_path
     path = llama_cpp_file(tmp_path / "bad.gguf", {n: a for n, a in arrays.items() if a is not None})
     with pytest.raises(errors.FormatError, match=said):
         calibration.load(path)
+
+
+def test_sums_of_another_type_are_none(tmp_path: Path) -> None:
+    arrays = {f"{Q}.in_sum2": squares(1, 64).astype(np.float16), f"{Q}.counts": np.ones((1, 1), np.float32)}
+    with pytest.raises(errors.FormatError, match="no float32 tensors"):
+        calibration.load(llama_cpp_file(tmp_path / "half.gguf", arrays))
+
+
+def test_experts_have_no_feedback_whatever_a_file_holds(made: Calibration) -> None:
+    made.moments[UP], made.moments_of[UP] = moments(3, 64), UP
+    rounding = Rounding(made, 64, 8)
+    assert rounding.manner(UP, 3) == "importance" and rounding.manner(Q, 1) == "feedback"
+    weights = squares(16, 64)
+    np.testing.assert_array_equal(
+        rounding.residual(weights, UP, 3).plane8, blocks.encode_residual(weights, 64, 8).plane8
+    )
 
 
 def test_damaged_moments_name_their_file(made: Calibration, tmp_path: Path) -> None:
