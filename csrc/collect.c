@@ -87,7 +87,7 @@ static bool show_experts(tf_collector *c, const struct ggml_tensor *node, const 
             const int64_t t = i / used, u = i % used;
             const void *at = ids + (size_t)t * id->nb[1] + (size_t)u * id->nb[0];
             if (*(const int32_t *)at == expert) {
-                const float *from = tf_column(x, x_base, u % x->ne[1], t % x->ne[2], 0);
+                const float *from = tf_column(x, x_base, u % x->ne[1], t, 0);
                 memcpy(gathered + n++ * width, from, (size_t)width * sizeof *gathered);
             }
         }
