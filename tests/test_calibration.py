@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf
@@ -12,6 +14,7 @@ import pytest
 from twofold import blocks, calibration, errors
 from twofold.calibration import Calibration
 from twofold.collector import Sums
+from twofold.feedback import Factor
 from twofold.rounding import Rounding
 
 RNG = np.random.default_rng(5)
@@ -226,3 +229,27 @@ def test_damaged_moments_name_their_file(made: Calibration, tmp_path: Path) -> N
     calibration.save(made, tmp_path / "bad.gguf")
     with pytest.raises(errors.FormatError, match=rf"bad\.gguf.*{Q}.*not finite"):
         calibration.load(tmp_path / "bad.gguf").factor(K)
+
+
+def test_each_factor_is_worked_out_once_by_many_threads(made: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while other factors push it out, and without waiting for theirs."""
+    names = [f"blk.{i}.attn_q.weight" for i in range(6)]
+    for name in names:
+        made.sums[name], made.moments[name], made.moments_of[name] = made.sums[Q], moments(1, 64), name
+    started, working, most = [], [], []
+
+    def factor(self: Calibration, name: str) -> Factor:
+        started.append(name)
+        working.append(name)
+        time.sleep(0.05)
+        most.append(len(working))
+        working.remove(name)
+        return Factor(self.moments[name])
+
+    monkeypatch.setattr(Calibration, "factor", factor)
+    rounding = Rounding(made, 64, 8, workers=3)
+    weights = squares(16, 64)
+    with ThreadPoolExecutor(3) as pool:  # two chunks of each matrix, in order, as convert has them
+        list(pool.map(lambda name: rounding.residual(weights, name, 1), [n for n in names for _ in range(2)]))
+    assert sorted(started) == names
+    assert max(most) >= 2
