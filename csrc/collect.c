@@ -29,10 +29,23 @@ static bool fail(tf_collector *c, tf_status status, const char *message) {
     return false;
 }
 
+typedef struct plain_name {
+    char text[GGML_MAX_NAME];
+} plain_name;
+
+static plain_name name_of(const struct ggml_tensor *w) {
+    plain_name name = {{0}};
+    size_t length = 0;
+    const char *from = tf_plain_name(w->name, &length);
+    memcpy(name.text, from, length < GGML_MAX_NAME ? length : GGML_MAX_NAME - 1);
+    return name;
+}
+
 static bool is_weight(const struct ggml_tensor *w) {
     static const char end[] = ".weight";
-    const size_t length = strlen(w->name);
-    return w->op == GGML_OP_NONE && length > sizeof end && strcmp(w->name + length - sizeof end + 1, end) == 0;
+    const plain_name name = name_of(w);
+    const size_t length = strlen(name.text);
+    return w->op == GGML_OP_NONE && length >= sizeof end && strcmp(name.text + length - sizeof end + 1, end) == 0;
 }
 
 static bool wanted(const struct ggml_tensor *node) {
@@ -41,8 +54,8 @@ static bool wanted(const struct ggml_tensor *node) {
            (node->op == GGML_OP_MUL_MAT_ID || ggml_n_dims(node->src[0]) <= 2);
 }
 
-/* Where the bytes of t can be read; NULL: out of memory. */
-static const void *fetch(const struct ggml_tensor *t, tf_buffer *b) {
+/* Where the bytes of t can be read, in place on the host; NULL: out of memory. */
+static void *fetch(const struct ggml_tensor *t, tf_buffer *b) {
     if (tf_on_host(t)) {
         return t->data;
     }
@@ -56,7 +69,8 @@ static const void *fetch(const struct ggml_tensor *t, tf_buffer *b) {
 static bool show(tf_collector *c, const struct ggml_tensor *node, int64_t expert, const float *x, int64_t n) {
     const struct ggml_tensor *w = node->src[0];
     const int64_t experts = node->op == GGML_OP_MUL_MAT_ID ? w->ne[2] : 1;
-    const tf_collected seen = {w->name, node->src[1]->name, expert, experts, n, w->ne[0], x};
+    const plain_name name = name_of(w);
+    const tf_collected seen = {name.text, node->src[1]->name, expert, experts, n, w->ne[0], x};
     return c->sink(c->user, &seen) || fail(c, TF_ERR_ARGUMENT, "stopped by the function that was shown the inputs");
 }
 
@@ -73,7 +87,7 @@ static bool show_experts(tf_collector *c, const struct ggml_tensor *node, const 
             const int64_t t = i / used, u = i % used;
             const void *at = ids + (size_t)t * id->nb[1] + (size_t)u * id->nb[0];
             if (*(const int32_t *)at == expert) {
-                const float *from = tf_column(x, x_base, u % x->ne[1], t % x->ne[2], 0);
+                const float *from = tf_column(x, x_base, u % x->ne[1], t, 0);
                 memcpy(gathered + n++ * width, from, (size_t)width * sizeof *gathered);
             }
         }
@@ -108,9 +122,12 @@ static float noise(uint64_t *state) {
 
 /* Noise of `amount` times the root mean square of each column; uniform noise in [-1, 1) has a third of power. */
 static bool disturb(tf_collector *c, struct ggml_tensor *node) {
-    float *y = (float *)(uintptr_t)fetch(node, &c->fetched);
-    if (y == NULL || !ggml_is_contiguous(node)) {
-        return fail(c, y == NULL ? TF_ERR_MEMORY : TF_ERR_UNSUPPORTED, "a product that cannot be disturbed");
+    if (!ggml_is_contiguous(node) || node->type != GGML_TYPE_F32) {
+        return fail(c, TF_ERR_UNSUPPORTED, "a product that is not contiguous float32 cannot be disturbed");
+    }
+    float *y = fetch(node, &c->fetched);
+    if (y == NULL) {
+        return fail(c, TF_ERR_MEMORY, "out of memory");
     }
     const int64_t width = node->ne[0];
     for (int64_t j = 0; j < ggml_nrows(node); j++) {
@@ -132,7 +149,7 @@ static bool disturb(tf_collector *c, struct ggml_tensor *node) {
 static bool callback(struct ggml_tensor *node, bool ask, void *collector) {
     tf_collector *c = collector;
     if (ask) {
-        return wanted(node) && (c->disturbed[0] == '\0' || strcmp(c->disturbed, node->src[0]->name) == 0);
+        return wanted(node) && (c->disturbed[0] == '\0' || strcmp(c->disturbed, name_of(node->src[0]).text) == 0);
     }
     return c->status == TF_OK && (c->disturbed[0] == '\0' ? collect(c, node) : disturb(c, node));
 }
@@ -159,7 +176,7 @@ void tf_collector_free(tf_collector *c) {
 }
 
 void tf_collector_disturb(tf_collector *c, const char *weight, float amount) {
-    strncpy(c->disturbed, weight, sizeof c->disturbed - 1);
+    strncpy(c->disturbed, weight, sizeof c->disturbed - 1); /* the last byte stays 0 */
     c->amount = amount;
     c->random = 0x9e3779b97f4a7c15u;
 }

@@ -14,6 +14,16 @@ void *tf_buffer_reserve(tf_buffer *b, size_t bytes) {
     return b->data;
 }
 
+const char *tf_plain_name(const char *name, size_t *length) {
+    const char *first = strchr(name, '#'), *last = strrchr(name, '#');
+    if (first != NULL && last > first) {
+        *length = (size_t)(last - first - 1);
+        return first + 1;
+    }
+    *length = strlen(name);
+    return name;
+}
+
 bool tf_on_host(const struct ggml_tensor *t) {
     const struct ggml_backend_buffer *b = t->view_src != NULL ? t->view_src->buffer : t->buffer;
     return b == NULL || ggml_backend_buffer_is_host((ggml_backend_buffer_t)(uintptr_t)b);

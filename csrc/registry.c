@@ -3,6 +3,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "operands.h"
+
 static uint64_t hash(const char *name, size_t length) {
     uint64_t h = 0xcbf29ce484222325u;
     for (size_t i = 0; i < length; i++) {
@@ -57,13 +59,8 @@ void tf_registry_free(tf_registry *r) {
 }
 
 tf_entry *tf_registry_find(const tf_registry *r, const char *weight_name) {
-    const char *name = weight_name;
-    size_t length = strlen(name);
-    const char *first = strchr(name, '#'), *last = strrchr(name, '#');
-    if (first != NULL && last > first) {
-        name = first + 1;
-        length = (size_t)(last - name);
-    }
+    size_t length = 0;
+    const char *name = tf_plain_name(weight_name, &length);
     const int64_t found = r->slots[probe(r, name, length)];
     return found >= 0 ? &r->entries[found] : NULL;
 }

@@ -131,7 +131,11 @@ tf_status tf_residual_encode(const float *residual, const tf_planes *out) {
 tf_status tf_residual_round(float *values, int64_t rows, int64_t stride, int64_t n, const float *factor,
                             int64_t factor_stride, int32_t bits, uint8_t *codes, uint16_t *scales, int64_t scale_stride,
                             float *lost) {
-    tf_status status = tf_check_shape(rows, 32, 32, bits);
+    tf_status status = tf_check_shape(rows, TF_WIDTH_MULTIPLE, TF_WIDTH_MULTIPLE, bits);
+    if (status == TF_OK && (n < 1 || n > stride || n > factor_stride)) {
+        status = tf_fail(TF_ERR_ARGUMENT, "%lld columns of %lld, with a factor of %lld", (long long)n,
+                         (long long)stride, (long long)factor_stride);
+    }
     if (status != TF_OK) {
         return status;
     }

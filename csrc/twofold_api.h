@@ -113,7 +113,7 @@ int64_t tf_plane_bytes(int64_t rows, int64_t width, int32_t group, int32_t plane
 tf_status tf_residual_encode(const float *residual, const tf_planes *out);
 /* One group of every row, rounded column by column; what a column loses is made up for in the group's later ones.
  * values: float32 [rows][stride], of which n are the group's; they change as they are rounded.
- * factor: [n][n], upper triangle (docs/algorithm.md, "Error feedback").
+ * factor: [n][factor_stride], the upper triangle of its first n columns (docs/algorithm.md, "Error feedback").
  * codes: [rows][stride], scales: [rows][scale_stride] float16, lost: [rows][n], error / factor's diagonal. */
 tf_status tf_residual_round(float *values, int64_t rows, int64_t stride, int64_t n, const float *factor,
                             int64_t factor_stride, int32_t bits, uint8_t *codes, uint16_t *scales, int64_t scale_stride,

@@ -6,7 +6,7 @@ twofold adds: `NAME.in_moments` ``(blocks, block, block)`` with the key `twofold
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,12 @@ from twofold.output import writing
 from twofold.source import Source
 
 _SQUARES, _COUNTS, _MOMENTS, _SENSITIVITY = ".in_sum2", ".counts", ".in_moments", ".sensitivity"
+_SUFFIXES = (_SQUARES, _COUNTS, _MOMENTS, _SENSITIVITY)
+_NEEDED = (
+    "an importance matrix in GGUF is needed (twofold calibrate, or llama-imatrix with a name that ends in .gguf; "
+    "llama-imatrix --in-file OLD.dat -o NEW.gguf converts old .dat files)"
+)
+_FLOOR = 1e-6  # of the mean: where no text reached a whole block, ggml's quantizers would make it zero
 _TIED = {"output.weight": "token_embd.weight"}  # the head's inputs, where it is the embedding
 
 
@@ -37,6 +43,8 @@ class Calibration:
         KL divergence (nats) that errors of a matrix's products cause, over their relative power (sensitivity.py).
     datasets, chunks, chunk_tokens
         the texts, and how many pieces of how many tokens of them were used.
+    origin
+        the file, for messages.
     """
 
     sums: dict[str, Sums]
@@ -46,42 +54,71 @@ class Calibration:
     datasets: list[str] = field(default_factory=list)
     chunks: int = 0
     chunk_tokens: int = 0
+    origin: str = "the calibration"
 
     def knows(self, name: str) -> bool:
         """Whether any text went through the matrix."""
         sums = self._sums(name)
         return sums is not None and bool(sums.counts.any())
 
-    def importance(self, name: str, expert: int, width: int) -> Floats | None:
-        """Return the mean squares of the inputs, float32 ``(width,)``; None for a matrix that it does not know.
-
-        An expert that was never chosen gets the mean of the others.
+    def check(self, name: str, experts: int, width: int, model: str) -> None:
+        """Refuse a matrix of `model` that has another shape than the one that was calibrated.
 
         Raises
         ------
         MismatchError
-            if the calibration was made with another model.
+            naming both.
+        """
+        sums = self._sums(name)
+        if sums is not None and sums.squares.shape != (experts, width):
+            others, other = sums.squares.shape
+            raise errors.MismatchError(
+                f"{self.origin} was made with another model than {model}: its {name} has width {other} and {others} "
+                f"experts, the model's has width {width} and {experts} experts"
+            )
+
+    def importance(self, name: str, expert: int) -> Floats | None:
+        """Return the mean squares of the inputs, float32 ``(width,)``; None for a matrix that it does not know.
+
+        An expert that was never chosen gets the mean of the others.
         """
         sums = self._sums(name)
         if sums is None or not self.knows(name):
             return None
-        if sums.squares.shape[1] != width or expert >= len(sums.counts):
-            raise errors.MismatchError(
-                f"the calibration was made with another model: its {name} has width {sums.squares.shape[1]} and "
-                f"{len(sums.counts)} experts, this one has width {width} and more than {expert} experts"
-            )
         if sums.counts[expert] > 0:
-            return np.asarray(sums.squares[expert] / sums.counts[expert], np.float32)
-        return np.asarray(sums.squares.sum(axis=0) / sums.counts.sum(), np.float32)
+            return _floored(sums.squares[expert] / sums.counts[expert])
+        return self.mean_importance(name)
+
+    def mean_importance(self, name: str) -> Floats | None:
+        """Return the mean squares over all experts, float32 ``(width,)``; None for a matrix that it does not know."""
+        sums = self._sums(name)
+        if sums is None or not self.knows(name):
+            return None
+        return _floored(sums.squares.sum(axis=0) / sums.counts.sum())
 
     def moments_key(self, name: str) -> str:
         """Name of the matrix whose second moments serve this one; empty: there are none."""
         first = self.moments_of.get(name) or self.moments_of.get(_TIED.get(name, ""), "")
         return first if first in self.moments else ""
 
+    def block(self, name: str) -> int:
+        """Width of the blocks of a matrix's second moments; 0: there are none."""
+        key = self.moments_key(name)
+        return self.moments[key].shape[1] if key else 0
+
     def factor(self, name: str) -> Factor:
-        """Return the factor for error feedback; KeyError without moments."""
-        return Factor(self.moments[self.moments_key(name)])
+        """Return the factor for error feedback of a matrix that has moments.
+
+        Raises
+        ------
+        FormatError
+            if they are no second moments: not finite, or not positive.
+        """
+        key = self.moments_key(name)
+        try:
+            return Factor(self.moments[key])
+        except ValueError as error:
+            raise errors.FormatError(f"{self.origin}: the second moments of {key} are damaged: {error}") from error
 
     def sensitivity_of(self, name: str) -> float:
         """Sensitivity of a matrix; 1 for all where none was measured.
@@ -93,7 +130,7 @@ class Calibration:
         """
         found = self.sensitivity.get(name, self.sensitivity.get(_TIED.get(name, "")))
         if found is None and self.sensitivity:
-            raise errors.MismatchError(f"the calibration has no sensitivity of {name}: it was made with another model")
+            raise errors.MismatchError(f"{self.origin} has no sensitivity of {name}: it was made with another model")
         return 1.0 if found is None else found
 
     def _sums(self, name: str) -> Sums | None:
@@ -102,10 +139,13 @@ class Calibration:
 
 def of_collector(collector: Collector, datasets: Sequence[str], chunks: int, chunk_tokens: int) -> Calibration:
     """Take over what a collector has added up."""
+    sums = collector.sums
+    # Inputs go by the name of their graph node; where an architecture names two nodes alike, their sums differ.
+    shared = {n: f for n, f in collector.moments_of.items() if np.array_equal(sums[n].squares, sums[f].squares)}
     return Calibration(
-        collector.sums,
+        sums,
         collector.moments,
-        collector.moments_of,
+        shared,
         datasets=list(datasets),
         chunks=chunks,
         chunk_tokens=chunk_tokens,
@@ -146,35 +186,52 @@ def load(path: Path) -> Calibration:
     Raises
     ------
     FileAccessError, FormatError
-        if it is missing, or no importance matrix.
+        if it is missing, no importance matrix, or damaged.
     """
     try:
         source = Source(path)
     except errors.FormatError as error:
-        raise errors.FormatError(
-            f"{error}; an importance matrix in GGUF is needed (twofold calibrate, or llama-imatrix with a name that "
-            "ends in .gguf; old .dat files can be converted by llama-imatrix --in-file OLD.dat -o NEW.gguf)"
-        ) from error
-    arrays = {tensor.name: _floats(tensor.data, tensor.shape) for tensor in source.tensors.values()}
-    names = [name.removesuffix(_SQUARES) for name in arrays if name.endswith(_SQUARES)]
-    if not names or any(name + _COUNTS not in arrays for name in names):
-        raise errors.FormatError(f"{path}: no importance matrix: it lacks tensors {_SQUARES} and {_COUNTS}")
-    result = Calibration({})
-    for name in names:
-        squares = arrays[name + _SQUARES]
-        squares = squares.reshape(-1, squares.shape[-1])
-        result.sums[name] = Sums(squares, arrays[name + _COUNTS].reshape(-1))
-    for name, array in arrays.items():
-        if name.endswith(_MOMENTS):
-            result.moments[name.removesuffix(_MOMENTS)] = array.reshape(-1, array.shape[-1], array.shape[-1])
-        elif name.endswith(_SENSITIVITY):
-            result.sensitivity[name.removesuffix(_SENSITIVITY)] = float(array.reshape(-1)[0])
-    lines = source.gguf.string("twofold.moments.of", "").splitlines()
-    result.moments_of = dict(line.rsplit(" ", 1) for line in lines)
-    result.chunks = source.gguf.integer("imatrix.chunk_count", 0)
-    result.chunk_tokens = source.gguf.integer("imatrix.chunk_size", 0)
+        raise errors.FormatError(f"{error}; {_NEEDED}") from error
+    arrays = {
+        name: tensor.data.view(np.float32).reshape(tensor.shape)
+        for name, tensor in source.tensors.items()
+        if name.endswith(_SUFFIXES) and tensor.kind.name == "f32"
+    }
+    result = Calibration({}, origin=str(path))
+    for name, squares in _ending(arrays, _SQUARES):
+        counts = arrays.get(name + _COUNTS, np.empty(0, np.float32)).reshape(-1)
+        if not len(counts) or squares.size % len(counts):
+            raise errors.FormatError(f"{path}: damaged: {name} has {squares.size} sums, and {len(counts)} counts")
+        result.sums[name] = Sums(squares.reshape(len(counts), -1), counts)
+        if not (np.isfinite(squares).all() and np.isfinite(counts).all() and squares.min() >= 0 and counts.min() >= 0):
+            raise errors.FormatError(f"{path}: damaged: the sums or counts of {name} are not finite or negative")
+    if not result.sums:
+        raise errors.FormatError(f"{path}: no importance matrix: it has no float32 tensors NAME{_SQUARES}; {_NEEDED}")
+    _load_ours(result, source, arrays)
     return result
 
 
-def _floats(data: np.ndarray, shape: tuple[int, ...]) -> Floats:
-    return data.view(np.float32).reshape(shape)
+def _load_ours(result: Calibration, source: Source, arrays: dict[str, Floats]) -> None:
+    """Take what only twofold writes."""
+    for name, moments in _ending(arrays, _MOMENTS):
+        block = moments.shape[-1]
+        if name not in result.sums or moments.size != block * result.sums[name].squares.size:
+            raise errors.FormatError(f"{result.origin}: damaged: {name}{_MOMENTS} has shape {moments.shape}")
+        result.moments[name] = moments.reshape(-1, block, block)
+    for name, values in _ending(arrays, _SENSITIVITY):
+        result.sensitivity[name] = float(values.reshape(-1)[0])
+    for line in source.gguf.string("twofold.moments.of", "").splitlines():
+        name, _, first = line.rpartition(" ")
+        result.moments_of[name] = first
+    result.chunks = source.gguf.integer("imatrix.chunk_count", 0)
+    result.chunk_tokens = source.gguf.integer("imatrix.chunk_size", 0)
+
+
+def _ending(arrays: dict[str, Floats], suffix: str) -> Iterator[tuple[str, Floats]]:
+    return ((name.removesuffix(suffix), array) for name, array in arrays.items() if name.endswith(suffix))
+
+
+def _floored(squares: Floats) -> Floats:
+    """Squares with none below a millionth of their mean; ones if all are zero."""
+    mean = float(squares.mean())
+    return np.asarray(np.maximum(squares, _FLOOR * mean) if mean > 0 else np.ones_like(squares), np.float32)

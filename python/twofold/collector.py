@@ -62,7 +62,7 @@ class Collector:
         self.moments: dict[str, Floats] = {}
         self.moments_of: dict[str, str] = {}
         self._with_moments, self._wanted = with_moments, wanted
-        self._first: dict[str, str] = {}  # matrix by the name of its input
+        self._first: dict[tuple[str, int], str] = {}  # matrix by name and width of its input
         self._waiting: list[tuple[Floats, Floats]] = []
         self._error: BaseException | None = None
         self._sink = ffi.callback("bool(void *, const tf_collected *)", self._seen, onerror=self._failed)
@@ -89,10 +89,11 @@ class Collector:
         return True
 
     def _add_moments(self, name: str, source: str, x: Floats) -> None:
-        first = self._first.setdefault(source, name)
-        self.moments_of[name] = first
         width = x.shape[1]
+        first = self._first.setdefault((source, width), name)
         block = moment_block(width)
+        if block:
+            self.moments_of[name] = first
         if first != name or not block:
             return
         if name not in self.moments:
@@ -128,10 +129,12 @@ class Collector:
         ------
         OutOfMemoryError, or what adding up raised.
         """
+        status = lib.tf_collector_end(self._c)  # also makes ready for the next decode
         if self._error is not None:
             error, self._error = self._error, None
+            self._waiting.clear()
             raise error
-        check(lib.tf_collector_end(self._c))
+        check(status)
         self._multiply()
 
     @property

@@ -21,6 +21,8 @@ from twofold.sensitivity import CANDIDATES
 
 def convert(arguments: Namespace) -> int:
     """Run ``twofold convert``."""
+    if arguments.base_types and arguments.base_bpw is None:
+        raise errors.ArgumentError("--base-types is for --base-bpw, a budget of bits; for one type give --base")
     source = hub.resolve(arguments.source)
     done = convert_model(
         source,

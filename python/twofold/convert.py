@@ -85,8 +85,8 @@ def convert(
     base_type
         ggml type of the base, or ``auto`` (:func:`twofold.layout.choose_base_type`).
     base_bpw, base_types
-        Instead of one type: choose for each matrix among `base_types`, within so many bits a weight over all of them
-        (:func:`twofold.sensitivity.choose_types`); needs a calibration.
+        Instead of one type (`base_type` stays ``auto``): choose for each matrix among `base_types`, within so many
+        bits a weight over all of them (:func:`twofold.sensitivity.choose_types`); needs a calibration.
     bits
         4, 6 or 8: planes of the residual that are written.
     group
@@ -117,25 +117,28 @@ def convert(
         for an architecture that cannot be drafted and verified yet.
     NonFiniteError
         for NaN or infinity among the weights.
+    MismatchError
+        for a calibration of another model.
     """
-    layout.check_base_type(base_type)
+    _check_types(base_type, base_bpw, base_types, calibration)
     layout.check_residual(bits, group)
+    workers = threads or len(os.sched_getaffinity(0))
     model = Source(source)
     result = Conversion(base_path(name), residual_path(base_path(name)), bits, group, [])
     for path in (result.base, result.residual):
         check_output(path, model.paths, force)
     decoder.check_architecture(source)
     result.splits = layout.plan(model, base_type)
-    if base_bpw is not None:
-        result.splits = _within(base_bpw, base_types, model, result.splits, calibration)
+    if base_bpw is not None and calibration is not None:
+        chosen = choose_types([split for split in result.splits if split.residual], calibration, base_bpw, base_types)
+        result.splits = layout.plan(model, "auto", chosen)
     halved = [split for split in result.splits if split.residual]
-    rounding = Rounding(calibration, group, bits, feedback=feedback)
-    result.manners = {s.base.name: rounding.manner(s.base.name, s.matrix[0]) for s in halved}
     if not halved:
         raise errors.ArgumentError(f"{source}: no tensor can be split: " + _reasons(result.splits))
+    rounding = Rounding(calibration, group, bits, feedback=feedback, workers=workers)
+    result.manners = _manners(rounding, halved, calibration, str(source))
     base = layout.base_header(model, result.splits)
     residual = layout.residual_header(halved, bits, group, [0] * len(halved), result.base.name)
-    workers = threads or len(os.sched_getaffinity(0))
     with writing({result.base: base, result.residual: residual}) as (base_file, residual_file):
         _write_tensors(result, rounding, base_file, residual_file, workers, progress)
         prints = _fingerprints(base_file, base, halved)
@@ -143,15 +146,29 @@ def convert(
     return result
 
 
-def _within(
-    bpw: float, types: Sequence[str], model: Source, splits: list[Split], calibration: Calibration | None
-) -> list[Split]:
+def _check_types(
+    base_type: str, base_bpw: float | None, base_types: Sequence[str], calibration: Calibration | None
+) -> None:
+    layout.check_base_type(base_type)
+    if base_bpw is None:
+        return
+    if base_type != "auto":
+        raise errors.ArgumentError(f"base type {base_type} and a budget of {base_bpw:g} bits: give one of the two")
     if calibration is None:
         raise errors.ArgumentError("a budget of bits for the base needs a calibration (twofold calibrate)")
-    for name in types:
+    if not base_types or "auto" in base_types:
+        raise errors.ArgumentError(f"base types {','.join(base_types)!r}: give names of ggml types, not auto")
+    for name in base_types:
         layout.check_base_type(name)
-    chosen = choose_types([split for split in splits if split.residual], calibration, bpw, types)
-    return layout.plan(model, "auto", chosen)
+
+
+def _manners(rounding: Rounding, splits: list[Split], calibration: Calibration | None, model: str) -> dict[str, str]:
+    for split in splits:
+        rounding.check(split, model)
+    manners = {split.base.name: rounding.manner(split.base.name, split.matrix[0]) for split in splits}
+    if calibration is not None and set(manners.values()) == {"plain"}:
+        raise errors.MismatchError(f"{calibration.origin} knows no matrix of {model}: it was made with another model")
+    return manners
 
 
 def _reasons(splits: list[Split]) -> str:

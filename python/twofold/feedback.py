@@ -24,7 +24,13 @@ class Factor:
     """Upper factors of the inverse second moments, one for each block along the diagonal."""
 
     def __init__(self, moments: Floats, damping: float = DAMPING) -> None:
-        """Take float32 ``(blocks, block, block)``; sums will do, their scale does not matter."""
+        """Take float32 ``(blocks, block, block)``; sums will do, their scale does not matter.
+
+        Raises
+        ------
+        ValueError
+            if they are not finite, or no second moments of anything.
+        """
         self.block = moments.shape[1]
         self._upper = [_upper_factor(part, damping) for part in moments]
 
@@ -52,12 +58,16 @@ class Factor:
 
 
 def _upper_factor(moments: Floats, damping: float) -> Floats:
-    """Upper U with U^T U the inverse: where H = R R^T with R upper, U = R^-1."""
+    """Upper U with U^T U the inverse: where H = R R^T with R upper, U = R^-1; ValueError if there is none."""
+    if not np.isfinite(moments).all():
+        raise ValueError("not finite")
     damped = moments.astype(np.float64)
-    diagonal = np.diagonal(damped)
-    mean = float(diagonal.mean())
+    mean = float(np.diagonal(damped).mean())
     damped[np.diag_indices_from(damped)] += damping * mean if mean > 0 else 1.0
-    reversed_factor = np.linalg.cholesky(damped[::-1, ::-1])
+    try:
+        reversed_factor = np.linalg.cholesky(damped[::-1, ::-1])
+    except np.linalg.LinAlgError as error:
+        raise ValueError(str(error)) from error
     return np.asarray(_inverse_of_upper(np.ascontiguousarray(reversed_factor[::-1, ::-1])), np.float32)
 
 

@@ -22,7 +22,8 @@ _SPLIT = re.compile(
 )
 # general.file_type (enum llama_ftype in llama.h) by the type of most matrices; llama.cpp only prints it.
 _FILE_TYPES = {"q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q2_k": 10, "q3_k": 12, "q4_k": 15, "q5_k": 17}
-_FILE_TYPES |= {"q6_k": 18, "iq2_xxs": 19, "iq2_xs": 20, "iq3_xxs": 23, "iq4_nl": 25, "iq3_s": 26, "iq4_xs": 30}
+_FILE_TYPES |= {"q6_k": 18, "iq2_xxs": 19, "iq2_xs": 20, "iq3_xxs": 23, "iq1_s": 24, "iq4_nl": 25, "iq3_s": 26}
+_FILE_TYPES |= {"iq2_s": 28, "iq4_xs": 30, "iq1_m": 31}
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from twofold.convert import Conversion, Error
 from twofold.metadata import Tensor
 from twofold.pairfile import Pair, open_pair, residual_bytes
+from twofold.rounding import MANNERS
 
 _BLOCK = re.compile(r"^blk\.\d+\.|\.weight$")
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
@@ -62,7 +63,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Report:
-    """A pair, tensor by tensor; `converted` says that sources and errors are known."""
+    """A pair, tensor by tensor; `converted` says that sources, errors and `rounding` are known.
+
+    `rounding` counts matrices by the manner in which they were rounded (:data:`twofold.rounding.MANNERS`).
+    """
 
     base: str
     residual: str
@@ -72,6 +76,7 @@ class Report:
     file_bytes: tuple[int, int]
     entries: list[Entry] = field(default_factory=list)
     converted: bool = False
+    rounding: dict[str, int] = field(default_factory=dict)
 
     def split(self) -> list[Entry]:
         """Tensors that the residual completes."""
@@ -104,7 +109,8 @@ def converted(done: Conversion) -> Report:
         split = splits[entry.base.name]
         error = done.errors.get(entry.base.name)
         entries.append(Entry(entry.base, entry.residual, split.source.kind.name, error, split.reason))
-    return Report(**{**vars(report), "entries": entries, "converted": True})
+    rounding = {manner: list(done.manners.values()).count(manner) for manner in MANNERS}
+    return Report(**{**vars(report), "entries": entries, "converted": True, "rounding": rounding})
 
 
 # ---- values ------------------------------------------------------------------------------------------
@@ -194,6 +200,8 @@ def as_dict(report: Report, *, with_tensors: bool = False) -> dict[str, Any]:
     """Return everything for JSON."""
     values = {key: getattr(report, key) for key in ("base", "residual", "architecture", "bits", "group")}
     values |= {"kinds": kinds(report), "whole": whole(report), "totals": totals(report)}
+    if report.converted:
+        values["rounding"] = report.rounding
     return values | ({"tensors": tensors(report)} if with_tensors else {})
 
 
@@ -209,7 +217,7 @@ def render(report: Report, *, with_tensors: bool = False) -> str:
         parts.append("kept whole in the base:\n" + table(rows))
     if with_tensors:
         parts.append(table(tensors(report)))
-    return "\n\n".join([*parts, _totals_text(totals(report))])
+    return "\n\n".join([*parts, _totals_text(report)])
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -240,7 +248,8 @@ def _cell(column: str, value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _totals_text(total: dict[str, Any]) -> str:
+def _totals_text(report: Report) -> str:
+    total = totals(report)
     ram, bpw = total["residual_ram_bytes"], total["residual_bpw"]
     lines = [
         ("base file", f"{size(total['base_file_bytes'])}, of which {size(total['vram_bytes'])} in VRAM when all of it "
@@ -250,4 +259,8 @@ def _totals_text(total: dict[str, Any]) -> str:
         ("bits a weight", f"base {total['base_bpw']:.2f}, residual "
          + ", ".join(f"{value:.2f} at {bits}" for bits, value in bpw.items()) + ", over the split matrices"),
     ]  # fmt: skip
+    if report.converted:
+        count = report.rounding
+        lines.append(("rounding", f"{count['feedback']} matrices with error feedback, {count['importance']} by "
+                      f"importance, {count['plain']} plainly"))  # fmt: skip
     return "\n".join(f"{name:15}  {value}" for name, value in lines)

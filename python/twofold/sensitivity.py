@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from twofold import errors
 from twofold._native import Floats
-from twofold.blocks import GgmlType, dequantize, ggml_type, quantize
+from twofold.blocks import GgmlType, check_finite, dequantize, ggml_type, quantize
 from twofold.calibration import Calibration
 from twofold.collector import Collector
 from twofold.decoder import Decoder
@@ -45,7 +45,7 @@ def measure(
         with collector.disturbing(name, AMOUNT):
             noisy = _logits(decoder, pieces)
             parts = [_divergence(c, _log_softmax(n)) for c, n in zip(clean, noisy, strict=True)]
-        found[name] = float(np.concatenate(parts).mean()) / AMOUNT**2
+        found[name] = max(0.0, float(np.concatenate(parts).mean())) / AMOUNT**2  # rounding may leave less than 0
     return found
 
 
@@ -89,9 +89,9 @@ def choose_types(
     calibration
         With sensitivities; without, equal relative errors count as equal losses.
     bpw
-        Budget over all these matrices.
+        Budget over all these matrices, in bits a weight.
     candidates
-        Names of ggml types to choose from.
+        Names of ggml types to choose from; a matrix gets one that divides its width and is smaller than its source.
 
     Returns
     -------
@@ -101,17 +101,26 @@ def choose_types(
     Raises
     ------
     ArgumentError
-        if the budget is below what the smallest candidates take.
+        if the budget is below what the smallest candidates take, or no candidate fits a matrix.
+    MismatchError
+        if the calibration lacks sensitivities.
+    NonFiniteError
+        for NaN or infinity among the weights.
     """
-    options = {s.base.name: _hull(list(_options(s, calibration, candidates))) for s in splits}
+    options = {s.base.name: _hull(_options(s, calibration, candidates)) for s in splits}
     weights = sum(s.source.weights for s in splits)
     budget = bpw * weights
     spent = sum(found[0].bits for found in options.values())
     if spent > budget:
         raise errors.ArgumentError(
-            f"--base-bpw {bpw:g}: the smallest of {', '.join(candidates)} that fit take {spent / weights:.3f} bits a "
-            "weight; raise the budget or name smaller types (--base-types iq2_xs,q2_k,...)"
+            f"{bpw:g} bits a weight: the smallest of {', '.join(candidates)} that fit take {spent / weights:.3f}; "
+            "raise the budget (--base-bpw) or name smaller types (--base-types iq2_xs,q2_k,...)"
         )
+    return _spend(options, budget - spent)
+
+
+def _spend(options: dict[str, list[Option]], left: float) -> dict[str, str]:
+    """Go up from the smallest types, each time by the step that saves most for a bit."""
     place = dict.fromkeys(options, 0)
     steps = [(-_gain(found, 0), name) for name, found in options.items() if len(found) > 1]
     heapq.heapify(steps)
@@ -119,9 +128,9 @@ def choose_types(
         _, name = heapq.heappop(steps)
         found, at = options[name], place[name]
         cost = found[at + 1].bits - found[at].bits
-        if spent + cost > budget:
+        if cost > left:
             continue  # a smaller matrix may still fit
-        spent, place[name] = spent + cost, at + 1
+        left, place[name] = left - cost, at + 1
         if at + 2 < len(found):
             heapq.heappush(steps, (-_gain(found, at + 1), name))
     return {name: options[name][at].kind for name, at in place.items()}
@@ -144,17 +153,21 @@ def _hull(options: list[Option]) -> list[Option]:
     return hull
 
 
-def _options(split: Split, calibration: Calibration, candidates: Sequence[str]) -> Iterator[Option]:
-    experts, rows, width = split.matrix
-    importance = calibration.importance(split.base.name, 0, width)
+def _options(split: Split, calibration: Calibration, candidates: Sequence[str]) -> list[Option]:
+    name, width, source = split.base.name, split.source.width, split.source.kind
+    kinds = [kind for kind in map(ggml_type, candidates) if width % kind.block == 0 and kind.bpw < source.bpw]
+    if not kinds:
+        raise errors.ArgumentError(
+            f"none of {', '.join(candidates)} fits {name}: width {width}, {source.bpw:.3g} bits a weight in its "
+            "source; name a type that divides the width (--base-types q4_0,...: by 32) and is smaller than the source"
+        )
+    importance = calibration.mean_importance(name)
     scaled = np.ones(width, np.float32) if importance is None else importance
-    sample = _sample(split)
-    sensitivity = calibration.sensitivity_of(split.base.name)
-    weights = experts * rows * width
-    for kind in map(ggml_type, candidates):
-        if width % kind.block == 0 and kind.quantizable and kind.bpw < split.source.kind.bpw:
-            loss = sensitivity * relative_loss(sample, kind, scaled)
-            yield Option(kind.name, kind.bpw * weights, loss)
+    sample, sensitivity = _sample(split), calibration.sensitivity_of(name)
+    return [
+        Option(kind.name, kind.bpw * split.source.weights, sensitivity * relative_loss(sample, kind, scaled))
+        for kind in kinds
+    ]
 
 
 def relative_loss(weights: Floats, kind: GgmlType, importance: Floats) -> float:
@@ -164,6 +177,9 @@ def relative_loss(weights: Floats, kind: GgmlType, importance: Floats) -> float:
 
 
 def _sample(split: Split) -> Floats:
+    """Rows spread evenly over the matrix, and over its experts."""
     experts, rows, _ = split.matrix
     picked = np.linspace(0, experts * rows - 1, min(SAMPLED_ROWS, experts * rows)).astype(int)
-    return np.concatenate([split.source.rows(int(row), int(row) + 1) for row in picked])
+    sample = np.concatenate([split.source.rows(int(row), int(row) + 1) for row in picked])
+    check_finite(sample, split.source.name)
+    return sample

@@ -52,13 +52,14 @@ void test_graph_set(struct ggml_tensor *t, const float *values) {
 }
 
 void test_graph_run(test_graph *g, tf_engine *engine) {
+    test_graph_watched(g, engine != NULL ? tf_engine_callback() : NULL, engine);
+}
+
+void test_graph_watched(test_graph *g, const void *address, void *user) {
     /* POSIX lets a function's address stand in a void pointer, ISO C does not. */
     ggml_backend_sched_eval_callback callback = NULL;
-    const void *address = tf_engine_callback();
-    if (engine != NULL) {
-        memcpy(&callback, &address, sizeof callback);
-    }
-    ggml_backend_sched_set_eval_callback(g->sched, callback, engine);
+    memcpy(&callback, &address, sizeof callback);
+    ggml_backend_sched_set_eval_callback(g->sched, callback, user);
     CHECK(ggml_backend_sched_graph_compute(g->sched, g->graph) == GGML_STATUS_SUCCESS);
 }
 

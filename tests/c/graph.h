@@ -26,5 +26,7 @@ void test_graph_ready(test_graph *g);
 void test_graph_set(struct ggml_tensor *t, const float *values);
 /* Without an engine there is no callback. */
 void test_graph_run(test_graph *g, tf_engine *engine);
+/* With a callback given by its address, which may be NULL. */
+void test_graph_watched(test_graph *g, const void *callback, void *user);
 /* The values of a contiguous float32 tensor. */
 float *test_graph_get(const struct ggml_tensor *t);
