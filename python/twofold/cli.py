@@ -222,6 +222,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     draft = "tokens drafted before each check, 0 to 32; auto: as far as it pays (default)"
     add("--draft", type=_draft, default="auto", metavar="N|auto", help=draft)
+    drafter = "guesses for the base to check: ngram (the text so far, default), none, or a GGUF of the same vocabulary"
+    add("--drafter", default="ngram", metavar="ngram|none|FILE", help=drafter)
     add("--residual-bits", type=int, choices=(0, 4, 6, 8), help="bits verified with; 0: base alone (default: all)")
     add("--temp", type=_number(float, 0), default=0.0, help="temperature (default: 0: greedy, the likeliest token)")
     add("--top-k", type=_number(int, 0), default=40, help="sample from the K likeliest; 0: all (default: 40)")

@@ -73,6 +73,7 @@ def _load(arguments: Namespace) -> Llama:
     return prompting.load(
         arguments.base,
         draft_tokens=arguments.draft,
+        drafter=None if arguments.drafter == "none" else arguments.drafter,
         residual_bits=arguments.residual_bits,
         residual_path=arguments.residual,
         n_ctx=arguments.ctx,

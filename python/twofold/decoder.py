@@ -74,6 +74,8 @@ def vocabulary(path: Path) -> list[bytes]:
 @contextmanager
 def _opened_for_tokens(path: Path) -> Iterator[Any]:
     quiet_log()
+    if not path.exists():
+        raise errors.FileAccessError(f"{path}: no such file")
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = True
     model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)

@@ -86,7 +86,9 @@ class Llama(BaseLlama):
         # ggml's flash attention computes each token alike whatever stands beside it in the batch; its other attention
         # does not, and a check would differ from plain decoding (docs/log.md).
         arguments.setdefault("flash_attn", True)
-        self.residual_path = residual_path
+        if drafter is not None and drafter != NGRAM:
+            shared_vocabulary([Path(model_path), Path(drafter)])
+        self.residual_path, self.drafter = residual_path, drafter
         self._stats = Stats()
         self.draft_tokens = draft_tokens
         engine = None
@@ -103,9 +105,15 @@ class Llama(BaseLlama):
     def _make_proposer(self, drafter: str | os.PathLike[str] | None) -> Proposer | None:
         if drafter is None or drafter == NGRAM:
             return propose.make(drafter)
-        shared_vocabulary([Path(self.model_path), Path(drafter)])
         batch = {"n_threads": self.n_threads, "n_threads_batch": self.n_threads_batch, "n_batch": self.n_batch}
         return propose.make(os.fspath(drafter), n_ctx=self._n_ctx, flash_attn=True, **batch)
+
+    def close(self) -> None:
+        """Free the models and the context."""
+        proposer = getattr(self, "_proposer", None)
+        if isinstance(proposer, propose.Model):
+            proposer.close()
+        super().close()
 
     def _fit_to_context(self) -> None:
         """Make room for as many tokens as the context holds: llama.cpp rounds n_ctx up, llama_cpp does not know."""
@@ -360,6 +368,7 @@ class Llama(BaseLlama):
     def __getstate__(self) -> dict[str, Any]:
         """Arguments that make this object again, for pickle."""
         ours: dict[str, Any] = {"draft_tokens": self.draft_tokens, "residual_path": self.residual_path}
+        ours["drafter"] = self.drafter
         if self._engine is not None:
             ours |= {"residual_bits": self._residual_bits, "claim": self._engine.claiming}
         return {"residual_bits": 0, **super().__getstate__(), **ours}

@@ -16,6 +16,7 @@ MATCHES = (4, 3, 2)  # lengths of repeated text that are looked for, the longest
 MOST = 8  # guesses at once: what a CPU checks in one block of columns
 _USEFUL = 0.4  # share of first guesses that must have been right lately
 _SMOOTH = 0.15
+_FORGIVE = 0.004  # a time that a length is left alone
 
 
 class Proposer(Protocol):
@@ -61,7 +62,7 @@ class Lookup:
             if end is None:
                 continue
             if self._useful[self._match] < _USEFUL:
-                self._useful[self._match] += 0.02  # tried again after a while
+                self._useful[self._match] += _FORGIVE
                 continue
             return self._text[end : end + min(most, MOST)]
         return []
