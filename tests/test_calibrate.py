@@ -27,7 +27,7 @@ SETTINGS = {"tokens": 256, "chunk": 64, "threads": 1}
 @pytest.fixture(scope="module")
 def file(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("calibrate") / "calib.gguf"
-    calibrate(tiny_llama, path, **SETTINGS)
+    calibrate(tiny_llama, path, sensitivity=True, **SETTINGS)
     return path
 
 
@@ -70,7 +70,7 @@ def test_what_is_in_the_file(known: Calibration) -> None:
 
 
 def test_the_same_again(tiny_llama: Path, file: Path, tmp_path: Path) -> None:
-    calibrate(tiny_llama, tmp_path / "again.gguf", **SETTINGS)
+    calibrate(tiny_llama, tmp_path / "again.gguf", sensitivity=True, **SETTINGS)
     assert (tmp_path / "again.gguf").read_bytes() == file.read_bytes()
 
 
@@ -98,7 +98,7 @@ def test_commands(capsys: Capture, tiny_llama: Path, tmp_path: Path) -> None:
     text, out = tmp_path / "mine.txt", tmp_path / "calib.gguf"
     text.write_text("the people would make a good first year " * 40)
     command = ["calibrate", tiny_llama, out, "--text", text, "--tokens", 64, "--chunk", 32, "--threads", 1]
-    status, said, err = run(capsys, *command, "--no-moments", "--no-sensitivity")
+    status, said, err = run(capsys, *command, "--no-moments")
     assert (status, err) == (0, "")
     assert said.endswith(
         "15 matrices over 2 chunks of 32 tokens, second moments of 0 inputs, sensitivity of 0 matrices\n"
@@ -107,7 +107,7 @@ def test_commands(capsys: Capture, tiny_llama: Path, tmp_path: Path) -> None:
     assert not found.moments and not found.sensitivity and found.sums["output.weight"].counts.tolist() == [64]
     status, _, err = run(capsys, *command)
     assert status == 1 and "already there" in err
-    assert run(capsys, *command, "--no-sensitivity", "--force", "--progress")[0] == 0
+    assert run(capsys, *command, "--force", "--progress")[0] == 0
     assert calibration.load(out).moments and not calibration.load(out).sensitivity
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
@@ -115,7 +115,7 @@ def test_commands(capsys: Capture, tiny_llama: Path, tmp_path: Path) -> None:
 def test_help(capsys: Capture) -> None:
     status, said, _ = run(capsys, "calibrate", "--help")
     assert status == 0
-    for option in ("--text", "--tokens", "--chunk", "--no-moments", "--no-sensitivity", "--force", "OUT"):
+    for option in ("--text", "--tokens", "--chunk", "--no-moments", "--sensitivity", "--force", "OUT"):
         assert option in said
     said = run(capsys, "convert", "--help")[1]
     for option in ("--calibration", "--base-bpw", "--base-types", "--no-feedback"):

@@ -35,7 +35,7 @@ def calibrate(
     tokens: int = 16384,
     chunk: int = 512,
     moments: bool = True,
-    sensitivity: bool = True,
+    sensitivity: bool = False,
     threads: int | None = None,
     gpu_layers: int = 0,
     force: bool = False,

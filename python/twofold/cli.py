@@ -178,7 +178,7 @@ def _add_calibrate(parsers: Parsers) -> None:
     add("--tokens", type=_number(int, 32), default=16384, metavar="N", help="most tokens of them (default: 16384)")
     add("--chunk", type=_number(int, 32), default=512, metavar="N", help="tokens decoded together (default: 512)")
     add("--no-moments", action="store_true", help="importance alone: a small file, no error feedback")
-    add("--no-sensitivity", action="store_true", help="do not measure sensitivities, which --base-bpw goes by")
+    add("--sensitivity", action="store_true", help="measure sensitivities, which --base-bpw goes by (minutes)")
     add("--gpu-layers", type=_number(int, -1), default=0, metavar="N", help="layers in VRAM (default: 0; -1: all)")
     add("--threads", type=_number(int, 1), metavar="N", help="default: one for each core")
     _add_writing(parser)

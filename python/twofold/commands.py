@@ -70,7 +70,7 @@ def calibrate(arguments: Namespace) -> int:
         tokens=arguments.tokens,
         chunk=arguments.chunk,
         moments=not arguments.no_moments,
-        sensitivity=not arguments.no_sensitivity,
+        sensitivity=arguments.sensitivity,
         threads=arguments.threads,
         gpu_layers=arguments.gpu_layers,
         force=arguments.force,
