@@ -12,6 +12,7 @@ from twofold.accept import DEPTHS
 from twofold.llama import MAX_DRAFT
 from twofold.merge import FILE_TYPES
 from twofold.prompts import KINDS
+from twofold.terminal import AUTO, NEVER, WHEN
 
 Parsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -139,6 +140,8 @@ def _add_generate(parsers: Parsers) -> None:
     prompt.add_argument("-f", "--file", metavar="FILE", help="file with the prompt")
     parser.add_argument("-n", "--tokens", type=_number(int, 1), default=128, help="most tokens (default: 128)")
     parser.add_argument("--raw", action="store_true", help="do not put the prompt into the model's chat template")
+    stats = "show rate and acceptance while generating, on standard error if it is a terminal"
+    parser.add_argument("--stats", action="store_true", help=stats)
     parser.add_argument("--json", action="store_true", help="print text, tokens and stats as one JSON document")
 
 
@@ -166,6 +169,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=_number(int, 1), metavar="N", help="default: one for each core")
     add("--gpu-layers", type=_number(int, -1), default=-1, metavar="N", help="layers in VRAM (default: -1: all)")
     add("--system", metavar="TEXT", help="system message")
+    colour = "paint accepted drafts and the full model's own tokens; auto (if no value): only where a terminal shows it"
+    add("--colour", "--color", nargs="?", choices=WHEN, const=AUTO, default=NEVER, help=colour)
 
 
 def _add_merge(parsers: Parsers) -> None:

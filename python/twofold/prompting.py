@@ -147,6 +147,19 @@ class Answer:
         DecodeError
             when llama.cpp or the engine fail.
         """
+        for text, _ in self.spans(stop):
+            yield text
+
+    def spans(self, stop: Callable[[], bool] = lambda: False) -> Iterator[tuple[str, bool]]:
+        """Yield what `pieces` does, and of each whether its token is an accepted draft or the verifier's own.
+
+        A character of several tokens counts as the one's that completes it.
+
+        Raises
+        ------
+        DecodeError
+            when llama.cpp or the engine fail.
+        """
         characters = codecs.getincrementaldecoder("utf-8")("replace")
         generator = self._llm.generate(self._prompt, **asdict(self._sampling))
         try:
@@ -157,7 +170,7 @@ class Answer:
                 text = characters.decode(piece(self._llm, token))
                 self.text += text
                 if text:
-                    yield text
+                    yield text, self._llm._stats.from_draft[-1]
                 if len(self.tokens) >= self._limit or stop():
                     return
         finally:
@@ -166,3 +179,7 @@ class Answer:
     def statistics(self) -> str:
         """One line for people about this answer."""
         return self._llm._stats.line()
+
+    def live_statistics(self) -> str:
+        """Return a short line about it while it is still being made."""
+        return self._llm._stats.live()
