@@ -37,7 +37,7 @@ class Terminal:
         self._master, slave = os.openpty()
         self.file = os.fdopen(slave, "w", encoding="utf-8", newline="\n")
         self.raw = b""
-        self._reader = threading.Thread(target=self._read)
+        self._reader = threading.Thread(target=self._read, daemon=True)  # a failed test leaves it behind
         self._reader.start()
 
     def _read(self) -> None:

@@ -9,9 +9,10 @@ from typing import Any, TypeAlias
 import twofold
 from twofold import commands, conversation
 from twofold.accept import DEPTHS
+from twofold.benchplan import DRAFTS, LOOKUPS
 from twofold.llama import MAX_DRAFT
 from twofold.merge import FILE_TYPES
-from twofold.prompts import KINDS
+from twofold.prompts import KINDS, RANDOM
 from twofold.terminal import AUTO, NEVER, WHEN
 
 Parsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -36,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
         _add_eval,
         _add_info,
         _add_accept,
+        _add_bench,
     ):
         add(parsers)
     return top
@@ -245,3 +247,34 @@ def _add_accept(parsers: Parsers) -> None:
     add("--json", metavar="FILE", help="write everything that was measured here, for each prompt too")
     add("--plot", metavar="FILE", help="draw tokens per check against the depth (needs matplotlib)")
     add("--progress", action="store_true", help="show progress bars even if stderr is no terminal")
+
+
+def _add_bench(parsers: Parsers) -> None:
+    about = "measure tokens a second: plain decoding, numbers of drafts, other GGUF files, taking turns"
+    example = "model.base.gguf --compare model.Q8_0.gguf --drafter small.gguf --plot speed.png"
+    parser = _command(parsers, "bench", commands.bench, about, example)
+    _add_pair(parser)
+    add = parser.add_argument
+    compare = "ordinary GGUF files of the same vocabulary, run by llama-cpp-python: plain and with prompt lookup"
+    add("--compare", nargs="+", action="extend", default=[], metavar="OTHER", help=compare)
+    add("--drafter", metavar="SMALL", help="ordinary small GGUF that drafts for those of --compare, with its own cache")
+    drafts = f"numbers of draft tokens beside plain and auto, 1 to {MAX_DRAFT} (default: {' '.join(map(str, DRAFTS))})"
+    add("--drafts", metavar="K", nargs="*", type=_number(int, 1, MAX_DRAFT), default=list(DRAFTS), help=drafts)
+    lookup = f"lengths of prompt lookup (default: {' '.join(map(str, LOOKUPS))}); none: without"
+    add("--lookup", metavar="K", nargs="*", type=_number(int, 1, MAX_DRAFT), default=list(LOOKUPS), help=lookup)
+    bits = "bits verified with, one or several (default: all in the file)"
+    add("--residual-bits", type=int, nargs="+", choices=(4, 6, 8), default=[], help=bits)
+    add("-n", "--tokens", type=_number(int, 2), default=64, help="most tokens of a text (default: 64)")
+    add("--prompts", type=_number(int, 1), default=20, metavar="N", help="the first N of the kinds (default: 20)")
+    kinds = f"kinds of prompts (default: all but {RANDOM}: random tokens, the worst case with --temp 1.5)"
+    add("--kinds", nargs="+", choices=(*KINDS, RANDOM), default=list(KINDS), help=kinds)
+    temp = "temperature, nothing cut off the distribution (default: 0: greedy)"
+    add("--temp", type=_number(float, 0), default=0.0, help=temp)
+    add("--seed", type=_number(int, 1, 2**31), default=1, help="of samplers and of the order of turns (default: 1)")
+    add("--repeat", type=_number(int, 1), default=1, metavar="N", help="do everything N times (default: 1)")
+    add("--threads", type=_number(int, 1), metavar="N", help="default: one for each core")
+    add("--gpu-layers", type=_number(int, -1), default=-1, metavar="N", help="layers in VRAM (default: -1: all)")
+    add("--no-claim", action="store_true", help="leave products of base weights to ggml")
+    add("--json", metavar="FILE", help="write rows, every run and metadata")
+    add("--plot", metavar="FILE", help="draw bars of tokens a second (needs twofold[plot])")
+    add("--progress", action="store_true", help="show the progress bar even if stderr is no terminal")
