@@ -488,7 +488,12 @@ def test_a_reader_that_goes_away_is_no_error(tiny_pair: Path) -> None:
         ["generate", "a", "-p", "x", "--temp", "-1"],
         ["generate", "a", "-p", "x", "--temp", "nan"],
         ["generate", "a", "-p", "x", "--top-p", "2"],
+        ["generate", "a", "-p", "x", "--colour=blue"],
         ["merge", "a", "b", "--type", "q4_0"],
+        ["bench"],
+        ["bench", "a", "--drafts", "33"],
+        ["bench", "a", "--kinds", "poems"],
+        ["bench", "a", "--residual-bits", "5"],
         ["nonsense"],
     ],
 )
@@ -499,7 +504,9 @@ def test_usage_errors_exit_with_2(capsys: Capture, arguments: list[str]) -> None
     assert "usage: twofold" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["convert", "inspect", "generate", "chat", "merge", "info"])
+@pytest.mark.parametrize(
+    "command", ["convert", "calibrate", "inspect", "generate", "chat", "merge", "eval", "info", "accept", "bench"]
+)
 def test_every_command_has_help_with_an_example(capsys: Capture, command: str) -> None:
     with pytest.raises(SystemExit) as leaving:
         main([command, "--help"])

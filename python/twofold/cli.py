@@ -1,26 +1,19 @@
-"""The `twofold` command: subcommands, exit statuses and signals."""
+"""The `twofold` command: exit statuses and signals."""
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
-import twofold
-from twofold import commands, conversation, errors
-from twofold.accept import DEPTHS
+from twofold import errors
+from twofold.arguments import parser
 from twofold.decoder import quiet_log
-from twofold.llama import MAX_DRAFT
-from twofold.merge import FILE_TYPES
-from twofold.prompts import KINDS
-
-Parsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 _INTERRUPTED, _BROKEN_PIPE, _TERMINATED = 130, 141, 143
 
@@ -43,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     SystemExit
         with 2 for a command line that is not understood, 143 on SIGTERM, 0 after ``--help`` and ``--version``.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     arguments.command = ["twofold", *(sys.argv[1:] if argv is None else argv)]
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character still shows the others
@@ -79,233 +72,3 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-# ---- arguments ---------------------------------------------------------------------------------------
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="twofold",
-        description="Run a language model as a base that drafts and a residual that completes it.",
-        epilog="example: twofold convert model.Q8_0.gguf model && twofold generate model.base.gguf -p 'Hello'",
-    )
-    parser.add_argument("--version", action="version", version=f"twofold {twofold.__version__}")
-    parsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (
-        _add_convert,
-        _add_calibrate,
-        _add_inspect,
-        _add_generate,
-        _add_chat,
-        _add_merge,
-        _add_eval,
-        _add_info,
-        _add_accept,
-    ):
-        add(parsers)
-    return parser
-
-
-def _command(
-    parsers: Parsers, name: str, run: Callable[[argparse.Namespace], int], about: str, example: str
-) -> argparse.ArgumentParser:
-    parser = parsers.add_parser(
-        name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=f"example: twofold {name} {example}"
-    )
-    parser.set_defaults(run=run)
-    return parser
-
-
-def _number(kind: Callable[[str], Any], least: float, most: float = float("inf")) -> Callable[[str], Any]:
-    """Return an argparse type for numbers from `least` to `most`."""
-
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not least <= value <= most:
-            bounds = f"from {least:g} to {most:g}" if most != float("inf") else f"{least:g} or more"
-            raise argparse.ArgumentTypeError(f"{text!r}: {'an integer' if kind is int else 'a number'}, {bounds}")
-        return value
-
-    return parse
-
-
-def _draft(text: str) -> int | str:
-    return text if text == "auto" else int(_number(int, 0, MAX_DRAFT)(text))
-
-
-def _add_convert(parsers: Parsers) -> None:
-    about = "convert a GGUF model into NAME.base.gguf and NAME.residual.gguf"
-    parser = _command(parsers, "convert", commands.convert, about, "model.Q8_0.gguf model --residual-bits 6")
-    parser.add_argument(
-        "source", metavar="SRC", help="GGUF file (first part of a split one), or hf://ORG/REPO/FILE.gguf"
-    )
-    parser.add_argument("name", metavar="NAME", help="path of the pair, without the endings")
-    parser.add_argument("--base", default="auto", metavar="TYPE", help="ggml type of the base (default: auto: q2_k)")
-    add = parser.add_argument
-    calibration = (
-        "of twofold calibrate, or an importance matrix in GGUF; auto: NAME.calibration.gguf, made now if need be"
-    )
-    add("--calibration", "--imatrix", metavar="FILE", help=calibration)
-    bpw = "choose types for each matrix within so many bits a weight, by the calibration's sensitivities"
-    add("--base-bpw", type=_number(float, 1), metavar="BITS", help=bpw)
-    add("--base-types", metavar="T,T,...", help="types that --base-bpw chooses from (default: q2_k to q8_0)")
-    add("--no-feedback", action="store_true", help="round without error feedback, by importance alone")
-    bits = "bits of the residual that are written; fewer can be used later (default: 8)"
-    parser.add_argument("--residual-bits", type=int, choices=(4, 6, 8), default=8, help=bits)
-    parser.add_argument("--group", type=int, default=128, metavar="N", help="weights that share a scale (default: 128)")
-    parser.add_argument("--threads", type=_number(int, 1), metavar="N", help="default: one for each CPU")
-    _add_writing(parser)
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-
-
-def _add_writing(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--force", action="store_true", help="replace files that are there")
-    parser.add_argument("--progress", action="store_true", help="show the progress bar even if stderr is no terminal")
-
-
-def _add_calibrate(parsers: Parsers) -> None:
-    about = "run a model over texts and note what its matrices are multiplied by, for twofold convert --calibration"
-    example = "model.Q8_0.gguf calib.gguf --text mine.txt"
-    parser = _command(parsers, "calibrate", commands.calibrate, about, example)
-    add = parser.add_argument
-    add("source", metavar="SRC", help="model in GGUF, best the one to be converted, or hf://ORG/REPO/FILE.gguf")
-    add("out", metavar="OUT", help="file to write: an importance matrix that llama.cpp reads too, and more")
-    add("--text", nargs="+", metavar="FILE", default=[], help="texts in UTF-8 (default: those of the package)")
-    add("--tokens", type=_number(int, 32), default=16384, metavar="N", help="most tokens of them (default: 16384)")
-    add("--chunk", type=_number(int, 32), default=512, metavar="N", help="tokens decoded together (default: 512)")
-    add("--no-moments", action="store_true", help="importance alone: a small file, no error feedback")
-    add("--sensitivity", action="store_true", help="measure sensitivities, which --base-bpw goes by (minutes)")
-    add("--gpu-layers", type=_number(int, -1), default=0, metavar="N", help="layers in VRAM (default: 0; -1: all)")
-    add("--threads", type=_number(int, 1), metavar="N", help="default: one for each core")
-    _add_writing(parser)
-
-
-def _add_inspect(parsers: Parsers) -> None:
-    about = "show what is in a pair"
-    parser = _command(parsers, "inspect", commands.inspect, about, "model.base.gguf --tensors")
-    _add_pair(parser)
-    parser.add_argument("--tensors", action="store_true", help="list every tensor too")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _add_pair(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("base", metavar="BASE", help="NAME.base.gguf")
-    parser.add_argument("--residual", metavar="PATH", help="default: NAME.residual.gguf beside the base")
-
-
-def _add_generate(parsers: Parsers) -> None:
-    about = "continue a prompt"
-    parser = _command(parsers, "generate", conversation.generate, about, "model.base.gguf -p 'Tell a story.' -n 200")
-    _add_model(parser)
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("-p", "--prompt", metavar="PROMPT", help="the prompt; - reads it from standard input")
-    prompt.add_argument("-f", "--file", metavar="FILE", help="file with the prompt")
-    parser.add_argument("-n", "--tokens", type=_number(int, 1), default=128, help="most tokens (default: 128)")
-    parser.add_argument("--raw", action="store_true", help="do not put the prompt into the model's chat template")
-    parser.add_argument("--json", action="store_true", help="print text, tokens and stats as one JSON document")
-
-
-def _add_chat(parsers: Parsers) -> None:
-    about = "talk with the model; /reset starts anew, /quit or Ctrl-D ends, Ctrl-C stops an answer"
-    parser = _command(parsers, "chat", conversation.chat, about, "model.base.gguf --system 'Be brief.' --temp 0.7")
-    _add_model(parser)
-    parser.add_argument("-n", "--tokens", type=_number(int, 1), help="most tokens of an answer (default: no limit)")
-    parser.add_argument("--stats", action="store_true", help="print a line of statistics after each answer")
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    _add_pair(parser)
-    add = parser.add_argument
-    draft = "tokens drafted before each check, 0 to 32; auto: as far as it pays (default)"
-    add("--draft", type=_draft, default="auto", metavar="N|auto", help=draft)
-    drafter = "guesses for the base to check: ngram (the text so far, default), none, or a GGUF of the same vocabulary"
-    add("--drafter", default="ngram", metavar="ngram|none|FILE", help=drafter)
-    add("--residual-bits", type=int, choices=(0, 4, 6, 8), help="bits verified with; 0: base alone (default: all)")
-    add("--temp", type=_number(float, 0), default=0.0, help="temperature (default: 0: greedy, the likeliest token)")
-    add("--top-k", type=_number(int, 0), default=40, help="sample from the K likeliest; 0: all (default: 40)")
-    add("--top-p", type=_number(float, 0, 1), default=0.95, help="sample from this share (default: 0.95)")
-    add("--min-p", type=_number(float, 0, 1), default=0.05, help="least share of the likeliest's (default: 0.05)")
-    add("--repeat-penalty", type=_number(float, 0), default=1.0, help="1: none (default)")
-    add("--seed", type=_number(int, 0, 2**32 - 1), help="of the sampler (default: random)")
-    add("--ctx", type=_number(int, 0), default=4096, help="tokens of context; 0: the model's own (default: 4096)")
-    add("--threads", type=_number(int, 1), metavar="N", help="default: one for each core")
-    add("--gpu-layers", type=_number(int, -1), default=-1, metavar="N", help="layers in VRAM (default: -1: all)")
-    add("--system", metavar="TEXT", help="system message")
-
-
-def _add_merge(parsers: Parsers) -> None:
-    about = "add the residual to the base for good, as one ordinary GGUF file"
-    parser = _command(parsers, "merge", commands.merge, about, "model.base.gguf model.f16.gguf --type f16")
-    _add_pair(parser)
-    parser.add_argument("out", metavar="OUT", help="file to write")
-    parser.add_argument("--type", choices=tuple(FILE_TYPES), default="f16", help="of the merged tensors (default: f16)")
-    parser.add_argument("--residual-bits", type=int, choices=(4, 6, 8), help="bits to merge (default: all in the file)")
-    _add_writing(parser)
-
-
-def _add_eval(parsers: Parsers) -> None:
-    about = "measure pairs and other GGUF files against a reference model: KL divergence, top-1 agreement, perplexity"
-    example = "model.base.gguf --reference model.f16.gguf --compare model.Q8_0.gguf --plot quality.png"
-    parser = _command(parsers, "eval", commands.evaluate, about, example)
-    add = parser.add_argument
-    add("pairs", metavar="PAIR", nargs="+", help="NAME.base.gguf, its residual beside it")
-    add("--reference", required=True, metavar="SRC", help="GGUF file to compare with; it is always run in float32")
-    add(
-        "--text",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="FILE",
-        help="texts in UTF-8 (default: those that come with twofold)",
-    )
-    add("--compare", nargs="+", action="extend", default=[], metavar="OTHER", help="other GGUF files to measure")
-    modes = "exact: weights and activations in float32; runtime: as the model really runs (default: both)"
-    add("--mode", choices=("exact", "runtime", "both"), default="both", help=modes)
-    bits = "residual bits that pairs are measured at; 0: the base alone (default: all that a file holds)"
-    add("--bits", type=int, nargs="+", choices=(0, 4, 6, 8), default=[0, 4, 6, 8], help=bits)
-    add("--ctx", type=_number(int, 8), default=512, metavar="N", help="tokens of a window (default: 512)")
-    add("--tokens", type=_number(int, 8), default=2048, metavar="N", help="most tokens of a text (default: 2048)")
-    scratch = (
-        "folder for float32 copies of models, 4 bytes a weight, removed afterwards (default: scratch beside the cache)"
-    )
-    add("--scratch", metavar="DIR", help=scratch)
-    cache = "do not keep the reference's logits (kept in $TWOFOLD_CACHE/eval, by default ~/.cache/twofold/eval)"
-    add("--no-cache", action="store_true", help=cache)
-    add("--threads", type=_number(int, 1), metavar="N", help="default: one for each core")
-    add("--gpu-layers", type=_number(int, -1), default=0, metavar="N", help="layers in VRAM, runtime only (default: 0)")
-    add("--json", metavar="FILE", help="write rows and metadata as JSON")
-    add("--plot", metavar="FILE", help="draw KLD against bits a weight in RAM (needs twofold[plot])")
-    add("--progress", action="store_true", help="show the progress bar even if stderr is no terminal")
-
-
-def _add_info(parsers: Parsers) -> None:
-    about = "show versions, CPU, kernels and devices"
-    parser = _command(parsers, "info", commands.info, about, "--json")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _add_accept(parsers: Parsers) -> None:
-    about = "measure tokens per check by depth of draft, and acceptance by position; nothing is timed"
-    parser = _command(parsers, "accept", commands.accept, about, "model.base.gguf --drafter small.gguf --json out.json")
-    add = parser.add_argument
-    add("pairs", metavar="PAIR", nargs="+", help="NAME.base.gguf; the full model of the first makes the texts")
-    drafter = "ordinary GGUF files that draft with a cache of their own; same vocabulary"
-    add("--drafter", metavar="GGUF", nargs="+", action="extend", default=[], help=drafter)
-    add("--drafters-only", action="store_true", help="do not measure the bases of the pairs")
-    depths = f"tokens of a draft, 1 to {MAX_DRAFT} (default: {' '.join(map(str, DEPTHS))})"
-    add("--depths", metavar="K", nargs="+", type=_number(int, 1, MAX_DRAFT), default=list(DEPTHS), help=depths)
-    add("-n", "--tokens", type=_number(int, 3), default=64, help="most tokens of a text (default: 64)")
-    add("--prompts", type=_number(int, 1), metavar="N", help="the first N prompts of the package's set (default: all)")
-    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of prompts (default: all)")
-    texts = "JSON lines: texts found here are used, whoever made them; missing ones are made and added"
-    add("--texts", metavar="FILE", help=texts)
-    add("--residual-bits", type=int, choices=(4, 6, 8), help="bits verified with (default: all in the file)")
-    add("--threads", type=_number(int, 1), metavar="N", help="default: one for each core")
-    add("--gpu-layers", type=_number(int, -1), default=-1, metavar="N", help="layers in VRAM (default: -1: all)")
-    add("--json", metavar="FILE", help="write everything that was measured here, for each prompt too")
-    add("--plot", metavar="FILE", help="draw tokens per check against the depth (needs matplotlib)")
-    add("--progress", action="store_true", help="show progress bars even if stderr is no terminal")

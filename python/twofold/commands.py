@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 from twofold import accept as acceptance
-from twofold import accept_report, calibration, errors, evalcache, evalmodels, evalreport, hub, report
+from twofold import (
+    accept_report,
+    benchplan,
+    benchreport,
+    calibration,
+    errors,
+    evalcache,
+    evalmodels,
+    evalreport,
+    hub,
+    report,
+    results,
+)
+from twofold import bench as benchmark
 from twofold import evaluate as evaluation
 from twofold import info as machine
 from twofold.calibrate import calibrate as run_calibration
@@ -152,7 +166,7 @@ def info(arguments: Namespace) -> int:
 def accept(arguments: Namespace) -> int:
     """Run ``twofold accept``."""
     out, picture = _path(arguments.json), _path(arguments.plot)
-    accept_report.check_outputs(out, picture)
+    results.check_outputs(out, picture)
     settings = acceptance.Settings(
         depths=tuple(sorted(set(arguments.depths))),
         tokens=arguments.tokens,
@@ -169,7 +183,39 @@ def accept(arguments: Namespace) -> int:
     for others in accept_report.others(found):
         print(f"twofold: {others}", file=sys.stderr)
     print(accept_report.render(found))
-    accept_report.save(found, out, picture)
+    results.save(found, out, picture, accept_report.plot)
+    return 0
+
+
+def bench(arguments: Namespace) -> int:
+    """Run ``twofold bench``."""
+    out, picture = _path(arguments.json), _path(arguments.plot)
+    results.check_outputs(out, picture)
+    plan = benchplan.plan(
+        benchplan.Settings(
+            pair=Path(arguments.base),
+            residual=_path(arguments.residual),
+            drafts=tuple(dict.fromkeys(arguments.drafts)),
+            bits=tuple(dict.fromkeys(arguments.residual_bits)),
+            compare=tuple(map(Path, arguments.compare)),
+            lookups=tuple(dict.fromkeys(arguments.lookup)),
+            drafter=_path(arguments.drafter),
+            tokens=arguments.tokens,
+            count=arguments.prompts,
+            kinds=tuple(arguments.kinds),
+            temp=arguments.temp,
+            seed=arguments.seed,
+            repeat=arguments.repeat,
+            threads=arguments.threads,
+            gpu_layers=arguments.gpu_layers,
+            claim=False if arguments.no_claim else None,
+        )
+    )
+    print(f"twofold: {plan.note()}", file=sys.stderr)
+    found = benchmark.measure(plan, progress=_progress(arguments))
+    found["metadata"]["command"] = shlex.join(arguments.command)
+    print(benchreport.render(found))
+    results.save(found, out, picture, benchreport.plot)
     return 0
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from twofold import errors, prompting
+from twofold import errors, prompting, terminal
 from twofold.llama import Llama
 
 _HELP = "commands: /reset forgets the conversation, /quit ends"
@@ -20,6 +20,9 @@ _HELP = "commands: /reset forgets the conversation, /quit ends"
 
 def generate(arguments: Namespace) -> int:
     """Run ``twofold generate``."""
+    if arguments.json and arguments.colour != terminal.NEVER:
+        raise errors.ArgumentError("--json prints no text to paint: leave out --colour")
+    painted = terminal.wants_colour(arguments.colour)
     text = _prompt(arguments)
     llm = _load(arguments)
     try:
@@ -28,13 +31,18 @@ def generate(arguments: Namespace) -> int:
         else:
             tokens = prompting.chat_tokens(llm, [*_system(arguments), {"role": "user", "content": text}])
         answer = prompting.Answer(llm, tokens, _sampling(arguments), arguments.tokens)
-        for piece in answer.pieces():
-            if not arguments.json:
-                _show(piece)
+        with terminal.StatusLine(answer.live_statistics, on=arguments.stats, text=not arguments.json) as status:
+            for piece, from_draft in answer.spans():
+                if not arguments.json:
+                    status.clear()
+                    _show(terminal.paint(piece, from_draft) if painted else piece)
+                status.refresh(piece)
         if arguments.json:
             print(json.dumps({"text": answer.text, "tokens": answer.tokens, "stats": llm.stats}))
         else:
             print(f"\n\n{answer.statistics()}")
+            if painted:
+                print(terminal.LEGEND)
     finally:
         llm.close()
     return 0
@@ -42,6 +50,7 @@ def generate(arguments: Namespace) -> int:
 
 def chat(arguments: Namespace) -> int:
     """Run ``twofold chat``: read lines and answer them until they end."""
+    painted = terminal.wants_colour(arguments.colour)
     llm = _load(arguments)
     try:
         if not prompting.has_template(llm):
@@ -53,7 +62,9 @@ def chat(arguments: Namespace) -> int:
             import readline  # noqa: F401  # gives input() line editing and history
 
             print(_HELP, file=sys.stderr)
-        _Conversation(llm, arguments).run(interactive)
+        if painted:
+            print(terminal.LEGEND)
+        _Conversation(llm, arguments, painted).run(interactive)
     finally:
         llm.close()
     return 0
@@ -104,8 +115,8 @@ def _show(text: str) -> None:
 class _Conversation:
     """Messages so far, and the loop that adds to them."""
 
-    def __init__(self, llm: Llama, arguments: Namespace) -> None:
-        self._llm, self._arguments = llm, arguments
+    def __init__(self, llm: Llama, arguments: Namespace, painted: bool) -> None:
+        self._llm, self._arguments, self._painted = llm, arguments, painted
         self._messages = _system(arguments)
 
     def run(self, interactive: bool) -> None:
@@ -129,8 +140,8 @@ class _Conversation:
             print(f"twofold: {error}; /reset forgets the conversation", file=sys.stderr)
             return
         with _interruptible() as stop:
-            for piece in answer.pieces(stop):
-                _show(piece)
+            for piece, from_draft in answer.spans(stop):
+                _show(terminal.paint(piece, from_draft) if self._painted else piece)
         print()
         self._messages = [*messages, {"role": "assistant", "content": answer.text}]
         if self._arguments.stats:

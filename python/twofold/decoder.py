@@ -17,13 +17,14 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
-from llama_cpp import _internals
+from llama_cpp import _internals, llama_speculative
 
 from twofold import errors
 from twofold._native import Floats
 from twofold.collector import Collector
 from twofold.engine import Engine
 
+PromptLookup = llama_speculative.LlamaPromptLookupDecoding
 SPLIT_MODE_TENSOR = llama_cpp.LLAMA_SPLIT_MODE_TENSOR
 
 
@@ -306,6 +307,12 @@ class Decoder:
 def end_of_generation(llama: Any, token: int) -> bool:
     """Whether a token ends the text."""
     return bool(llama_cpp.llama_vocab_is_eog(llama._model.vocab, token))
+
+
+def ordinary_tokens(llama: Any) -> list[int]:
+    """Tokens that are text: no control tokens, no single bytes, none that are unused."""
+    vocab, normal = llama._model.vocab, llama_cpp.LLAMA_TOKEN_ATTR_NORMAL
+    return [t for t in range(llama.n_vocab()) if llama_cpp.llama_vocab_get_attr(vocab, t) == normal]
 
 
 def opening(llama: Any) -> list[int]:

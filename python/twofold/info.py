@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,32 @@ def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
         "threads": len(os.sched_getaffinity(0)),
         "features": [name for name in _FEATURES if name in flags] if flags else "unknown",
     }
+
+
+def available_ram(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Return the bytes of RAM that programs can still get; None where the system does not tell."""
+    try:
+        fields = _first_fields(meminfo.read_text())
+    except OSError:
+        return None
+    return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
+
+
+def checkout() -> dict[str, Any] | None:
+    """Return the commit of the checkout that this package lies in, and whether it was changed; None elsewhere."""
+    package = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(package), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        top = Path(git("rev-parse", "--show-toplevel"))
+        if (top / "python" / "twofold").resolve() != package.resolve():
+            return None  # installed inside a checkout of something else
+        return {"commit": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def _first_fields(cpuinfo: str) -> dict[str, str]:

@@ -273,7 +273,8 @@ class Llama(BaseLlama):
                 row = 0 if drafted else -1
                 for place in range(len(drafted) + 1):
                     token = choose(row + place)
-                    stats.tokens += 1
+                    agreed = place < len(drafted) and token == drafted[place]
+                    stats.count_token(from_draft=agreed)
                     if stopping_criteria is not None and stopping_criteria(
                         self._input_ids, self._decoder.logits(row + place)
                     ):
@@ -284,7 +285,7 @@ class Llama(BaseLlama):
                     if sent is not None and len(sent):
                         pending = [token, *(int(other) for other in sent)]
                         break
-                    if place == len(drafted) or token != drafted[place]:
+                    if not agreed:
                         if checked:
                             stats.count_outcome(place + 1)
                             self._pace.outcome(place)

@@ -9,17 +9,18 @@ import codecs
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import llama_cpp
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from twofold import errors
-from twofold.decoder import LOG_ERROR, end_of_generation, quiet_log
+from twofold.decoder import LOG_ERROR, BaseLlama, end_of_generation, quiet_log
 from twofold.llama import Llama
 
 _TEMPLATE = "tokenizer.chat_template"
+Model = TypeVar("Model", bound=BaseLlama)
 
 
 @dataclass(frozen=True)
@@ -43,36 +44,41 @@ def _hold_errors(level: int, text: bytes, _: Any) -> None:
 
 
 def load(path: str, **arguments: Any) -> Llama:
-    """Load a pair, with llama_cpp's exceptions turned into ours.
+    """Load a pair; see `load_as`."""
+    return load_as(Llama, path, **arguments)
+
+
+def load_as(model: type[Model], path: str, **arguments: Any) -> Model:
+    """Load a model of a class, with llama_cpp's exceptions turned into ours.
 
     Raises
     ------
     FormatError
-        if llama.cpp cannot load the base, or cannot make a context for it; with what llama.cpp says about it.
+        if llama.cpp cannot load the file, or cannot make a context for it; with what llama.cpp says about it.
     TwofoldError
         for everything that :class:`twofold.Llama` refuses.
     """
     _load_errors.clear()
     llama_cpp.llama_log_set(_hold_errors, None)  # llama_cpp sends what is shown meanwhile to /dev/null
     try:
-        return Llama(path, verbose=False, **arguments)
+        return model(model_path=path, verbose=False, **arguments)
     except errors.TwofoldError:
         raise
     except (ValueError, RuntimeError) as error:  # llama_cpp's own exceptions
         raise errors.FormatError(
             f"{path}: llama.cpp cannot load it: {_load_errors[0] if _load_errors else error}; is it NAME.base.gguf of "
-            "twofold convert, and is there memory for the context (--ctx)?"
+            "twofold convert, or an ordinary GGUF that it knows, and is there memory for the context (--ctx)?"
         ) from error
     finally:
         quiet_log()
 
 
-def has_template(llm: Llama) -> bool:
+def has_template(llm: BaseLlama) -> bool:
     """Whether the model comes with a chat template."""
     return _TEMPLATE in llm.metadata
 
 
-def chat_tokens(llm: Llama, messages: Sequence[dict[str, str]]) -> list[int]:
+def chat_tokens(llm: BaseLlama, messages: Sequence[dict[str, str]]) -> list[int]:
     """Tokens of a conversation in the model's chat template, up to where the answer begins.
 
     Raises
@@ -92,7 +98,7 @@ def chat_tokens(llm: Llama, messages: Sequence[dict[str, str]]) -> list[int]:
     return text_tokens(llm, prompt)
 
 
-def text_tokens(llm: Llama, text: str) -> list[int]:
+def text_tokens(llm: BaseLlama, text: str) -> list[int]:
     """Tokens of plain text; special tokens in it are parsed, and it begins with BOS once if the model wants one."""
     tokens = list(llm.tokenize(text.encode("utf-8", "replace"), add_bos=True, special=True))
     bos = llm.token_bos()
@@ -147,6 +153,19 @@ class Answer:
         DecodeError
             when llama.cpp or the engine fail.
         """
+        for text, _ in self.spans(stop):
+            yield text
+
+    def spans(self, stop: Callable[[], bool] = lambda: False) -> Iterator[tuple[str, bool]]:
+        """Yield what `pieces` does, and of each whether its token is an accepted draft or the verifier's own.
+
+        A character of several tokens counts as the one's that completes it.
+
+        Raises
+        ------
+        DecodeError
+            when llama.cpp or the engine fail.
+        """
         characters = codecs.getincrementaldecoder("utf-8")("replace")
         generator = self._llm.generate(self._prompt, **asdict(self._sampling))
         try:
@@ -157,7 +176,7 @@ class Answer:
                 text = characters.decode(piece(self._llm, token))
                 self.text += text
                 if text:
-                    yield text
+                    yield text, self._llm._stats.from_draft[-1]
                 if len(self.tokens) >= self._limit or stop():
                     return
         finally:
@@ -166,3 +185,7 @@ class Answer:
     def statistics(self) -> str:
         """One line for people about this answer."""
         return self._llm._stats.line()
+
+    def live_statistics(self) -> str:
+        """Return a short line about it while it is still being made."""
+        return self._llm._stats.live()

@@ -15,7 +15,7 @@ from twofold.rounding import MANNERS
 _BLOCK = re.compile(r"^blk\.\d+\.|\.weight$")
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _HEADERS = {"full_error": "base+residual error"}
-_LEFT = ("draft", "kind", "source", "base", "tensor", "reason", "kinds", "shape", "model", "mode", "text")
+_LEFT = ("draft", "kind", "source", "base", "tensor", "reason", "kinds", "shape", "model", "mode", "text", "strategy")
 
 
 def size(count: float) -> str:

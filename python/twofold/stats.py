@@ -27,6 +27,8 @@ class Stats:
         decoded for the prompt; fewer than it has where the cache held its beginning.
     tokens
         handed to the caller.
+    from_draft
+        of each of them: whether it is a draft token that the verifier agreed with, or the verifier's own.
     checks
         verifying decodes after the prompt's; each yields the accepted drafts and one token of its own.
     complete_checks, complete_tokens
@@ -43,6 +45,7 @@ class Stats:
 
     prompt_tokens: int = 0
     tokens: int = 0
+    from_draft: list[bool] = field(default_factory=list)
     checks: int = 0
     complete_checks: int = 0
     complete_tokens: int = 0
@@ -70,6 +73,11 @@ class Stats:
         self.agreed_by_position += [0] * missing
         for position in range(length):
             self.drafted_by_position[position] += 1
+
+    def count_token(self, from_draft: bool) -> None:
+        """Count a token for the caller."""
+        self.tokens += 1
+        self.from_draft.append(from_draft)
 
     def count_outcome(self, tokens: int) -> None:
         """Count a check whose tokens were all wanted; the last one of a call is often cut short."""
@@ -106,14 +114,24 @@ class Stats:
             **{name: int(self.counters.get(key, 0)) for name, key in _COUNTED.items()},
         }
 
+    @property
+    def rate(self) -> float:
+        """Tokens a second, over draft and verify time, without the prompt and the token it yields."""
+        seconds = self.draft_s + self.verify_s
+        return (self.tokens - 1) / seconds if seconds > 0 and self.tokens > 1 else 0.0
+
+    def live(self) -> str:
+        """Return a short line while tokens are still coming."""
+        drafted = sum(self.drafted_by_position)
+        share = f"{sum(self.agreed_by_position) / drafted:.0%} of drafts accepted" if drafted else "no drafts"
+        return f"{self.tokens} tokens, {self.rate:.1f} tok/s, {self.tokens_per_check:.2f} tokens a check, {share}"
+
     def line(self) -> str:
         """One line for people."""
-        seconds = self.draft_s + self.verify_s
-        rate = (self.tokens - 1) / seconds if seconds > 0 and self.tokens > 1 else 0.0
         shares = " ".join(f"{share:.0%}" for share in self.accepted_by_position) or "no drafts"
         return (
-            f"{self.tokens} tokens, {rate:.1f} tok/s, {self.checks} checks, {self.tokens_per_check:.2f} tokens a check"
-            f" (accepted {shares}); prompt {self.prompt_s:.2f} s, draft {self.draft_s:.2f} s, verify "
+            f"{self.tokens} tokens, {self.rate:.1f} tok/s, {self.checks} checks, {self.tokens_per_check:.2f} tokens a "
+            f"check (accepted {shares}); prompt {self.prompt_s:.2f} s, draft {self.draft_s:.2f} s, verify "
             f"{self.verify_s:.2f} s; residual read {self.counters.get('residual_bytes', 0) / 1e9:.2f} GB"
         )
 
