@@ -22,7 +22,8 @@ from twofold import drafts, errors, prompting, simulate
 from twofold.blocks import default_kernel
 from twofold.decoder import physical_cores
 from twofold.drafts import Draft
-from twofold.llama import MAX_DRAFT, Llama
+from twofold.llama import Llama
+from twofold.loop import MAX_DRAFT
 from twofold.prompts import KINDS, prompts
 from twofold.simulate import Agreements
 from twofold.texts import Text, Texts

@@ -10,7 +10,7 @@ import twofold
 from twofold import commands, conversation
 from twofold.accept import DEPTHS
 from twofold.benchplan import DRAFTS, LOOKUPS
-from twofold.llama import MAX_DRAFT
+from twofold.loop import MAX_DRAFT
 from twofold.merge import FILE_TYPES
 from twofold.prompts import KINDS, RANDOM
 from twofold.terminal import AUTO, NEVER, WHEN

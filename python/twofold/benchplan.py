@@ -8,7 +8,7 @@ from pathlib import Path
 
 from twofold import errors, info, prompting, report
 from twofold.decoder import BaseLlama, opening, ordinary_tokens, vocabulary
-from twofold.llama import MAX_DRAFT
+from twofold.loop import MAX_DRAFT
 from twofold.pairfile import open_pair, residual_bytes
 from twofold.prompts import KINDS, RANDOM, prompts, random_tokens
 

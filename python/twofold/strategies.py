@@ -11,7 +11,8 @@ import numpy as np
 
 from twofold import separate
 from twofold.decoder import BaseLlama, end_of_generation
-from twofold.llama import MAX_DRAFT, Llama
+from twofold.llama import Llama
+from twofold.loop import MAX_DRAFT
 from twofold.ordinary import OrdinaryLlama
 from twofold.pace import Auto, Fixed, Pace
 from twofold.stats import Stats
