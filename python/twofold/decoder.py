@@ -304,5 +304,18 @@ def quiet_log() -> None:
 
 
 def make_sampler(llama: Any, **settings: Any) -> _internals.LlamaSampler:
-    """Build llama_cpp's sampler chain for these settings."""
+    """Build llama_cpp's sampler chain for these settings.
+
+    Raises
+    ------
+    ArgumentError
+        for a grammar that llama.cpp cannot read; llama_cpp would put a null pointer into the chain.
+    """
+    grammar = settings.get("grammar")
+    if grammar is not None:
+        text, root = grammar._grammar.encode(), grammar._root.encode()
+        parsed = llama_cpp.llama_sampler_init_grammar(llama._model.vocab, text, root)
+        if not parsed:
+            raise errors.ArgumentError("llama.cpp cannot read this grammar; its rules are those of GBNF")
+        llama_cpp.llama_sampler_free(parsed)
     return llama._init_sampler(**settings)

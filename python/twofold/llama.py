@@ -60,6 +60,7 @@ class Llama(BaseLlama):
     input_ids: Any  # of llama_cpp.Llama
     scores: Any
     n_tokens: int
+    _row: int  # of the last decode: whose logits the token handed out was chosen from
 
     def __init__(
         self,
@@ -247,6 +248,7 @@ class Llama(BaseLlama):
                 row = 0 if drafted else -1
                 for place in range(len(drafted) + 1):
                     token = choose(row + place)
+                    self._row = row + place
                     stats.tokens += 1
                     if stopping_criteria is not None and stopping_criteria(
                         self._input_ids, self._decoder.logits(row + place)

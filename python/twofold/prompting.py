@@ -9,7 +9,7 @@ import codecs
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import llama_cpp
@@ -19,6 +19,7 @@ from twofold import errors
 from twofold.decoder import LOG_ERROR, end_of_generation, quiet_log
 from twofold.llama import Llama
 
+AnyLlama = TypeVar("AnyLlama", bound=Llama)
 _TEMPLATE = "tokenizer.chat_template"
 
 
@@ -42,8 +43,8 @@ def _hold_errors(level: int, text: bytes, _: Any) -> None:
         _load_errors.append(text.decode("utf-8", "replace").strip())
 
 
-def load(path: str, **arguments: Any) -> Llama:
-    """Load a pair, with llama_cpp's exceptions turned into ours.
+def load(path: str, *, kind: type[AnyLlama] = Llama, **arguments: Any) -> AnyLlama:  # type: ignore[assignment]
+    """Load a pair as `kind`, with llama_cpp's exceptions turned into ours.
 
     Raises
     ------
@@ -55,7 +56,7 @@ def load(path: str, **arguments: Any) -> Llama:
     _load_errors.clear()
     llama_cpp.llama_log_set(_hold_errors, None)  # llama_cpp sends what is shown meanwhile to /dev/null
     try:
-        return Llama(path, verbose=False, **arguments)
+        return kind(path, verbose=False, **arguments)
     except errors.TwofoldError:
         raise
     except (ValueError, RuntimeError) as error:  # llama_cpp's own exceptions
