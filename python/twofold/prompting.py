@@ -43,7 +43,12 @@ def _hold_errors(level: int, text: bytes, _: Any) -> None:
         _load_errors.append(text.decode("utf-8", "replace").strip())
 
 
-def load(path: str, *, kind: type[AnyLlama] = Llama, **arguments: Any) -> AnyLlama:  # type: ignore[assignment]
+def load(path: str, **arguments: Any) -> Llama:
+    """Load a pair; see `load_as`."""
+    return load_as(Llama, path, **arguments)
+
+
+def load_as(kind: type[AnyLlama], path: str, **arguments: Any) -> AnyLlama:
     """Load a pair as `kind`, with llama_cpp's exceptions turned into ours.
 
     Raises

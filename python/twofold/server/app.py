@@ -11,6 +11,7 @@ What is replaced of it, and why:
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -32,11 +33,10 @@ def check_libraries() -> None:
         naming what is missing and how to install it.
     """
     try:
-        import llama_cpp.server.app
-        import prometheus_client
-        import uvicorn  # noqa: F401
+        for name in ("llama_cpp.server.app", "prometheus_client", "uvicorn"):
+            importlib.import_module(name)
     except ImportError as error:
-        raise errors.ArgumentError(f"twofold serve needs {error.name}: pip install 'twofold[server]'") from error
+        raise errors.ArgumentError(f"twofold serve needs {error.name}: pip install twofold[server]") from error
 
 
 def make_app(llm: Any, name: str, thread: ThreadPoolExecutor) -> Any:
@@ -132,7 +132,7 @@ def check_schema(schema: Any) -> None:
 
 
 def chat_handler(llm: Any) -> Callable[..., Any]:
-    """What `llm` would answer chats with: llama_cpp's handler of its chat format or of its own template.
+    """Return what `llm` would answer chats with: llama_cpp's handler of its chat format or of its own template.
 
     Raises
     ------

@@ -7,7 +7,7 @@ import hmac
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from twofold.server import body
 from twofold.server.metrics import Metrics
@@ -118,6 +118,8 @@ class Gate:
             raise Refused(404, f"{path}: there is no such thing here")
         if method not in (allowed, "OPTIONS"):
             raise Refused(405, f"{path}: {allowed} is allowed", headers={"allow": allowed})
+        if method == "POST" and not _header(scope, b"content-type").startswith(b"application/json"):
+            raise Refused(415, "content-type: application/json is allowed; curl: -H 'Content-Type: application/json'")
         if self._app is None:
             raise Refused(503, "the model is being loaded", headers={"retry-after": "5"})
         if self._turns.closed:
@@ -136,8 +138,7 @@ class Gate:
         key = self._limits.api_key
         if key is None:
             return
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if not hmac.compare_digest(given, f"Bearer {key}".encode()):
+        if not hmac.compare_digest(_header(scope, b"authorization"), f"Bearer {key}".encode()):
             raise Refused(401, "wrong or missing API key", "invalid_api_key", {"www-authenticate": "Bearer"})
 
     async def _pass(self, app: Application, scope: Scope, receive: Receive, send: Send) -> int:
@@ -159,7 +160,7 @@ class Gate:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise _Left
-            raw += message.get("body", b"")
+            raw += bytes(message.get("body", b""))
             if len(raw) > self._limits.max_body:
                 raise Refused(413, f"the body is larger than {self._limits.max_body} bytes")
             if not message.get("more_body"):
@@ -239,6 +240,10 @@ class Gate:
             self._job = None
             self._turns.leave()
         return relay.status
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    return bytes(dict(scope["headers"]).get(name, b""))
 
 
 def _shutting_down() -> Refused:

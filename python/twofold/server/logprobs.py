@@ -34,7 +34,7 @@ class Recorder:
         """Note a token and the logits it was chosen from, float32 ``(n_vocab,)``."""
         shifted = logits.astype(np.float64) - logits.max()
         values = shifted - np.log(np.exp(shifted).sum())
-        likeliest = np.argpartition(-values, self._count)[: self._count] if self._count else []
+        likeliest: Any = np.argpartition(-values, self._count)[: self._count] if self._count else []
         top = {self._name(int(i)): float(values[i]) for i in sorted(likeliest, key=lambda i: -values[i])}
         entry = {
             "token": self._name(token),

@@ -65,9 +65,7 @@ class Metrics:
         self._spent = counter("model_seconds", "Seconds in the model", ("phase",))
         self._rate = gauge("tokens_per_second", "Tokens a second of draft and check in the last answer")
         self._per_check = gauge("tokens_per_check", "Tokens that a check yields, since the start")
-        self._acceptance = gauge(
-            "acceptance", "Share of drafts accepted up to this place, since the start", ("position",)
-        )
+        self._acceptance = gauge("acceptance", "Share of drafts accepted up to here, since the start", ("position",))
         self._left = counter("disconnects", "Clients that left before their answer was complete", ("when",))
         gauge("queue_length", "Requests waiting for the model").set_function(waiting)
         gauge("running_requests", "Requests the model works on").set_function(running)

@@ -20,6 +20,14 @@ class TooLongError(errors.ArgumentError):
     """Prompt and answer together have more tokens than allowed."""
 
 
+def too_long(limit: int, prompt: int, answer: int) -> str:
+    """Say that `prompt` and `answer` tokens are more than `limit`."""
+    return (
+        f"this model's maximum context length is {limit} tokens, however you requested {prompt + answer} tokens "
+        f"({prompt} in the prompt, {answer} for the completion); please reduce the prompt or max_tokens"
+    )
+
+
 class _Stopped(Exception):
     """The job was stopped while its prompt was decoded."""
 
@@ -155,7 +163,7 @@ class ServedLlama(Llama):
             yield from super().generate(tokens, **settings)
             return
         if not job.calls and len(tokens) + (job.max_tokens or 1) > self.max_length:
-            job.error = TooLongError(self._too_long(len(tokens), job.max_tokens))
+            job.error = TooLongError(too_long(self.max_length, len(tokens), job.max_tokens or 1))
             raise job.error
         generator = self._running_generator = super().generate(tokens, **settings)
         try:
@@ -185,13 +193,6 @@ class ServedLlama(Llama):
             room -= 1
             if room <= 0 or job.stopped:
                 return
-
-    def _too_long(self, prompt: int, answer: int | None) -> str:
-        return (
-            f"this model's maximum context length is {self.max_length} tokens, however you requested "
-            f"{prompt + (answer or 1)} tokens ({prompt} in the prompt, {answer or 1} for the completion); please reduce "
-            "the prompt or max_tokens"
-        )
 
     def _remember_batch(self, batch: Sequence[int], position: int) -> None:
         super()._remember_batch(batch, position)

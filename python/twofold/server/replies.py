@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
 import jinja2
 
 from twofold import errors
-from twofold.server.model import Job, TooLongError
+from twofold.server.model import Job, TooLongError, too_long
 
 Message: TypeAlias = MutableMapping[str, Any]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 Deliver: TypeAlias = Callable[[Message], None]
+
+_NO_ROOM = re.compile(r"Requested tokens \((\d+)\) exceed context window of (\d+)")  # llama_cpp's own words
 
 log = logging.getLogger("twofold.server")
 
@@ -41,7 +44,7 @@ class Refused(Exception):
         self.status, self.code, self.headers = status, code, headers or {}
 
     def payload(self) -> dict[str, Any]:
-        """The error in OpenAI's form."""
+        """Return the error in OpenAI's form."""
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
@@ -51,8 +54,10 @@ def refusal(error: BaseException) -> Refused:
     """Say what a client is told about an exception."""
     if isinstance(error, Refused):
         return error
-    if isinstance(error, TooLongError) or "exceed context window" in str(error):
+    if isinstance(error, TooLongError):
         return Refused(400, str(error), "context_length_exceeded")
+    if found := _NO_ROOM.match(str(error)):
+        return Refused(400, too_long(int(found[2]), int(found[1]), 1), "context_length_exceeded")
     if isinstance(error, (errors.ArgumentError, jinja2.TemplateError)) or type(error) is ValueError:
         return Refused(400, str(error))
     log.error("a request failed", exc_info=error)
@@ -155,7 +160,7 @@ class Relay:
 
 
 def _said(body: bytes) -> str:
-    """The message in an error of llama_cpp.server or FastAPI."""
+    """Return the message in an error of llama_cpp.server or FastAPI."""
     try:
         found = json.loads(body)
         return str(found.get("error", {}).get("message") or found["detail"])

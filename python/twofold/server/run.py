@@ -53,7 +53,7 @@ async def _run(arguments: Namespace, listener: socket.socket) -> None:
     key = arguments.api_key or os.environ.get("TWOFOLD_API_KEY") or None
     gate = Gate(Limits(api_key=key, queue=arguments.queue, max_body=arguments.max_body))
     config = uvicorn.Config(
-        gate,  # type: ignore[arg-type]
+        gate,
         lifespan="off",
         access_log=False,
         log_level="warning",
@@ -61,7 +61,7 @@ async def _run(arguments: Namespace, listener: socket.socket) -> None:
         timeout_graceful_shutdown=1,  # for clients that still read an answer; the model is done by then
     )
     server = uvicorn.Server(config)
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     leaving = asyncio.Event()
     thread = ThreadPoolExecutor(1, "model")
     loop = asyncio.get_running_loop()
@@ -108,9 +108,9 @@ def _load(arguments: Namespace) -> Any:
     from twofold.server.model import ServedLlama
 
     optional = {"n_threads": arguments.threads, "chat_format": arguments.chat_format}
-    llm = prompting.load(
+    llm = prompting.load_as(
+        ServedLlama,
         arguments.base,
-        kind=ServedLlama,
         draft_tokens=arguments.draft,
         residual_bits=arguments.residual_bits,
         residual_path=arguments.residual,
