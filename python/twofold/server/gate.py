@@ -179,9 +179,8 @@ class Gate:
             await self._enter(gone)
             status = await self._run(app, scope, request, outbox, gone, started)
             await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not pump.done():
-                raise _Left
-            pump.result()
+            if pump.done():
+                pump.result()
             return status
         finally:
             pump.cancel()
@@ -219,7 +218,14 @@ class Gate:
         begun = time.perf_counter()
         job = self._job = Job(draft_tokens=request.draft_tokens, max_tokens=request.max_tokens)
         relay = Relay(outbox.put_nowait, job, request.include_usage)
-        gone.add_done_callback(lambda _: job.stop())
+
+        def leave(_: object) -> None:
+            if not relay.complete:
+                job.stop()
+                left.append(job)
+
+        left: list[Job] = []
+        gone.add_done_callback(leave)
         if self._cutting:
             job.stop()
         raised = None
@@ -230,7 +236,7 @@ class Gate:
             except Exception as error:
                 raised = error
             self._llm.end()
-            if gone.done():
+            if left:
                 self._metrics.left("running")
             relay.close(raised)
             outbox.put_nowait(None)
@@ -239,7 +245,7 @@ class Gate:
         finally:
             self._job = None
             self._turns.leave()
-        return relay.status
+        return _GONE if left else relay.status
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

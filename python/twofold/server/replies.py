@@ -97,6 +97,8 @@ class Relay:
     ----------
     status
         of the response; 0 before there is one.
+    complete
+        whether the answer is; a client may leave then.
     """
 
     def __init__(self, deliver: Deliver, job: Job, include_usage: bool) -> None:
@@ -105,6 +107,7 @@ class Relay:
         self._started = False
         self._body = self._last = b""
         self.status = 0
+        self.complete = False
 
     @property
     def _streams(self) -> bool:
@@ -117,8 +120,10 @@ class Relay:
             self._head, self.status = message, message["status"]
         elif not self._streams:
             self._body += message.get("body", b"")
+            self.complete = not message.get("more_body")
         elif event := message.get("body", b""):
-            if event.startswith(b"data: [DONE]") and self._include_usage and self._job.error is None:
+            self.complete = self.complete or event.startswith(b"data: [DONE]")
+            if self.complete and self._include_usage and self._job.error is None:
                 self._event(self._usage())
             self._last = event if event.startswith(b"data: {") else self._last
             self._event(event)
