@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import numpy as np
 import openai
 import pytest
@@ -55,7 +56,7 @@ class Server:
 
     @property
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=KEY, max_retries=0)
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=KEY, max_retries=0, timeout=20)
 
     def metrics(self) -> dict[str, float]:
         """Samples, those with labels under ``name{value,...}``."""
@@ -528,6 +529,35 @@ def test_a_prompt_is_left_after_the_batch(tiny_pair: Path, monkeypatch: pytest.M
     model.close()
 
 
+def test_most_tokens_of_prompt_and_answer(tiny_pair: Path) -> None:
+    model = ServedLlama(tiny_pair, n_ctx=256, verbose=False)
+    expected = model.create_completion(PROMPT, max_tokens=64, temperature=0.0)["choices"][0]["text"]
+    model.serve(64, app.chat_handler(model))
+    texts: list[str] = []
+    for stream in (False, True):
+        job = Job()
+        model.begin(job)
+        made = model.create_completion(PROMPT, max_tokens=None, temperature=0.0, stream=stream)
+        parts = [part["choices"][0] for part in (made if stream else [made])]
+        model.end()
+        assert job.prompt_tokens + job.tokens == 64 and parts[-1]["finish_reason"] == "length"
+        texts.append("".join(part["text"] for part in parts))
+    assert texts[0] == texts[1] == expected[: len(texts[0])] != ""
+    job = Job(max_tokens=64)
+    model.begin(job)
+    with pytest.raises(errors.ArgumentError, match="length is 64 tokens, however you requested"):
+        model.create_completion(PROMPT, max_tokens=64)
+    model.end()
+    assert isinstance(job.error, errors.ArgumentError)
+    model.max_length = len(model.tokenize(PROMPT.encode())) + 3
+    model.begin(Job())
+    grammar = llama_cpp.LlamaGrammar.from_string('root ::= "éé"')
+    choice = model.create_completion(PROMPT, max_tokens=None, grammar=grammar, logprobs=1)["choices"][0]
+    assert choice["text"] == "é" and len(choice["logprobs"]["tokens"]) == 3  # the last one is half a character
+    model.end()
+    model.close()
+
+
 def test_turns() -> None:
     async def run() -> None:
         turns, order = Turns(2), []
@@ -557,7 +587,7 @@ def test_turns() -> None:
         turns.leave()
         await turns.idle()
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 5))
 
 
 def chunks(*texts: str) -> list[dict[str, Any]]:

@@ -101,6 +101,8 @@ class ServedLlama(Llama):
     _recorder: Recorder | None = None
     _running_generator: Generator[int, Sequence[int] | None, None] | None = None
     max_length: int
+    _made: list[int]  # tokens of the call
+    _cut: bool = False  # whether `generate` ended it, not its caller
 
     def serve(self, max_length: int | None, handler: Callable[..., Any]) -> None:
         """Prepare for jobs.
@@ -148,12 +150,14 @@ class ServedLlama(Llama):
         except Exception as error:
             self._failed(error)
             raise
-        if recorder is None:
-            return made
         if settings.get("stream"):
-            return recorder.stream(made)
+            return made if recorder is None else recorder.stream(made)
         choice = made["choices"][0]
-        choice["logprobs"] = recorder.take(len(choice["text"].encode()), choice["finish_reason"])
+        if self._cut:  # llama_cpp has the text only of answers that it ended itself
+            begun = prompt if settings.get("echo") else ""
+            choice["text"] = begun + self.detokenize(self._made).decode("utf-8", "ignore")
+        if recorder is not None:
+            choice["logprobs"] = recorder.take(len(choice["text"].encode()), choice["finish_reason"])
         return made
 
     def generate(self, tokens: Sequence[int], **settings: Any) -> Iterator[int]:  # type: ignore[override]
@@ -181,17 +185,18 @@ class ServedLlama(Llama):
             job.calls.append(self._stats)
 
     def _counted(self, generator: Iterator[int], job: Job, room: int) -> Iterator[int]:
+        self._made, self._cut = [], False
         for token in generator:
             job.first_token = job.first_token or time.perf_counter()
-            if job.stopped:
-                return
             if not end_of_generation(self, token):
                 job.tokens += 1
+                self._made.append(token)
                 if self._recorder is not None:
                     self._recorder.add(token, self._decoder.logits(self._row))
             yield token
             room -= 1
             if room <= 0 or job.stopped:
+                self._cut = True
                 return
 
     def _remember_batch(self, batch: Sequence[int], position: int) -> None:
