@@ -413,3 +413,10 @@ def test_graph_that_is_reordered_is_refused(tiny_pair: Path, monkeypatch: pytest
 def test_ordinary_model_is_refused(tiny_llama: Path) -> None:
     with pytest.raises(errors.FileAccessError, match="convert"):
         twofold.Llama(tiny_llama)
+
+
+def test_grammar_that_cannot_be_read(llm: twofold.Llama) -> None:
+    """llama_cpp puts a null pointer into the sampler chain, and the process ends."""
+    for rules in ("root ::= [a-", 'other ::= "a"', 'root ::= root "a" | "b"'):
+        with pytest.raises(errors.ArgumentError, match="cannot read this grammar"):
+            llm.create_completion(PROMPT, grammar=llama_cpp.LlamaGrammar.from_string(rules), max_tokens=4)

@@ -595,25 +595,38 @@ def chunks(*texts: str) -> list[dict[str, Any]]:
     return [*parts, {"choices": [{"delta": {}, "finish_reason": "stop"}]}]
 
 
-def test_tool_calls_in_the_text(llm: twofold.Llama) -> None:
-    text = 'Well. <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>{"name": "g"}</tool_call>'
-    said, calls = toolcalls.parse(text)
-    assert said == "Well."
-    assert [(call["function"]["name"], call["function"]["arguments"]) for call in calls] == [
-        ("f", '{"a": 1}'),
-        ("g", "{}"),
-    ]
-    assert toolcalls.parse("<tool_call>{broken") == ("<tool_call>{broken", [])
+def stream_of(llm: twofold.Llama, text: str) -> tuple[str, list[str], str]:
+    """Content, names of calls and finish reason of a streamed answer with this text."""
     pieces = [text[i : i + 3] for i in range(0, len(text), 3)]
     request = {"tools": TOOLS, "tool_choice": "auto", "stream": True}
-    out = list(toolcalls.answer(lambda **_: iter(chunks(*pieces)), llm, request))
-    assert "".join(c["choices"][0]["delta"].get("content") or "" for c in out) == "Well. "
-    made = [c["choices"][0]["delta"]["tool_calls"] for c in out if "tool_calls" in c["choices"][0]["delta"]]
-    assert [call["function"]["name"] for call in made[0]] == ["f", "g"] and len(made) == 1
-    assert out[-1]["choices"][0]["finish_reason"] == "tool_calls"
-    out = list(toolcalls.answer(lambda **_: iter(chunks("a <tool", " b <tool_call>x")), llm, request))
-    assert "".join(c["choices"][0]["delta"].get("content") or "" for c in out) == "a <tool b <tool_call>x"
-    assert out[-1]["choices"][0]["finish_reason"] == "stop"
+    *parts, last = toolcalls.answer(lambda **_: iter(chunks(*pieces)), llm, request)
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    names = [call["function"]["name"] for delta in deltas for call in delta.get("tool_calls", ())]
+    return "".join(delta.get("content") or "" for delta in deltas), names, last["choices"][0]["finish_reason"]
+
+
+CALL = '{"name": "measure", "arguments": {"ok": true}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "count"),
+    [
+        (f"Well. <tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}", "Well. ", 2),
+        (f"```json\n{CALL}\n```", "", 1),
+        (CALL, "", 1),
+        (f"so: {CALL}", None, 0),
+        ("a <tool b <tool_call>{broken", None, 0),
+        (CALL.replace("measure", "other"), None, 0),
+        (f"<tool_call>{CALL}</tool_call><tool_call>x</tool_call>", None, 0),
+        ("{} is empty", None, 0),
+    ],
+)
+def test_tool_calls_in_the_text(llm: twofold.Llama, text: str, said: str | None, count: int) -> None:
+    found, calls = toolcalls.parse(text, {"measure"})
+    assert found == (text if said is None else said.strip()) and len(calls) == count
+    assert all(json.loads(call["function"]["arguments"]) == {"ok": True} for call in calls)
+    reason = "tool_calls" if count else "stop"
+    assert stream_of(llm, text) == (text if said is None else said, ["measure"] * count, reason)
 
 
 def test_defaults_that_differ_from_llama_cpp() -> None:

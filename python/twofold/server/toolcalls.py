@@ -1,7 +1,8 @@
 """Tool calls that a model writes into its text, as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
 
 llama_cpp's handlers force a call of a tool that the client names; where the model may choose, they leave its text as it
-is. Templates of the Hermes kind (Qwen and others) make models write the form above, which is read here.
+is. Templates of the Hermes kind (Qwen and others) make models write the form above, which is read here; so is a text
+that is nothing but such an object, fenced as code or not, which smaller ones write instead.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 _OPEN = "<tool_call>"
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
+_BARE = re.compile(r"\s*(?:```(?:json)?\s*)?(\{.*\})\s*(?:```)?\s*", re.DOTALL)
 _OWN_TOOLS = ("chatml-function-calling", "functionary", "functionary-v1", "functionary-v2")
 
 
@@ -30,7 +32,8 @@ def answer(handler: Callable[..., Any], llm: Any, request: dict[str, Any]) -> An
         return made
     if request.get("tool_choice") != "auto" or llm.chat_format in _OWN_TOOLS:
         return _named_once(made) if request.get("stream") else made
-    return _stream(made) if request.get("stream") else _whole(made)
+    names = {tool["function"]["name"] for tool in request["tools"]}
+    return _stream(made, names) if request.get("stream") else _whole(made, names)
 
 
 def _named_once(chunks: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -49,44 +52,54 @@ def _named_once(chunks: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield chunk
 
 
-def parse(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """Split a text into what is said and the calls made; a call that is no JSON object with a name stays text."""
-    calls = []
-    for match in _CALL.finditer(text):
-        try:
-            call = json.loads(match[1])
-            name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return text, []
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        function = {"name": str(name), "arguments": written}
-        calls.append({"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function})
-    return (_CALL.sub("", text).strip(), calls) if calls else (text, [])
+def parse(text: str, names: set[str]) -> tuple[str, list[dict[str, Any]]]:
+    """Split a text into what is said and calls made; where one is not of a tool with these names, all stays text."""
+    bare = _BARE.fullmatch(text)
+    written = [bare[1]] if bare else [match[1] for match in _CALL.finditer(text)]
+    calls = [_call(each, names) for each in written]
+    found = [call for call in calls if call is not None]
+    if not found or len(found) < len(calls):
+        return text, []
+    return "" if bare else _CALL.sub("", text).strip(), found
 
 
-def _whole(made: dict[str, Any]) -> dict[str, Any]:
+def _call(text: str, names: set[str]) -> dict[str, Any] | None:
+    try:
+        call = json.loads(text)
+        name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    if name not in names:
+        return None
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    function = {"name": name, "arguments": written}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+
+
+def _whole(made: dict[str, Any], names: set[str]) -> dict[str, Any]:
     choice = made["choices"][0]
-    said, calls = parse(choice["message"].get("content") or "")
+    said, calls = parse(choice["message"].get("content") or "", names)
     if calls:
         choice["message"] |= {"content": said or None, "tool_calls": calls}
         choice["finish_reason"] = "tool_calls"
     return made
 
 
-def _stream(chunks: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _stream(chunks: Iterator[dict[str, Any]], names: set[str]) -> Iterator[dict[str, Any]]:
     """Pass text on as it comes, but hold back what may be a call until the end."""
-    held = ""
+    held, sent = "", False
     for chunk in chunks:
         choice = chunk["choices"][0]
         if choice["finish_reason"] is None:
             held += choice["delta"].get("content") or ""
-            ready = _before_a_call(held)
+            ready = 0 if not sent and held.lstrip().startswith(("{", "`")) else _before_a_call(held)
+            sent = sent or bool(held[:ready].strip())
             if "content" in choice["delta"]:
                 choice["delta"]["content"] = held[:ready]
             held = held[ready:]
             yield chunk
             continue
-        said, calls = parse(held)
+        said, calls = parse(held, names)
         if said.strip() or not calls:
             yield _like(chunk, {"content": said})
         if calls:
