@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from twofold.llama import MAX_DRAFT
 from twofold.server import app
 
 MAX_LOGPROBS = 20
+MAX_REPETITIONS = 1000
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,9 @@ def read(raw: bytes, *, chat: bool, vocabulary: int) -> Request:
     """
     try:
         body = json.loads(raw, parse_constant=_no_constant)
-    except ValueError as error:
-        raise errors.ArgumentError(f"the body is not JSON: {error}") from error
+        json.dumps(body, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text
+    except (ValueError, RecursionError) as error:
+        raise errors.ArgumentError(f"the body is not JSON that can be read: {error}") from error
     if not isinstance(body, dict):
         raise errors.ArgumentError("the body is not a JSON object")
     body = {name: value for name, value in body.items() if value is not None}
@@ -172,25 +176,67 @@ def _format(body: dict[str, Any]) -> None:
             raise errors.ArgumentError("response_format: json_schema.schema is missing")
         wanted = body["response_format"] = {"type": "json_object", "schema": schema["schema"]}
     if "schema" in wanted:
-        app.check_schema(wanted["schema"])
+        _schema(wanted["schema"])
+
+
+def _schema(schema: Any) -> None:
+    """Refuse a schema without a grammar, or with one so large that it would take all memory."""
+    _bounded(schema)
+    app.check_schema(schema)
+
+
+def _bounded(schema: Any) -> None:
+    counts = list(_repetitions(schema))
+    if max(counts, default=0) > MAX_REPETITIONS or sum(counts) > 10 * MAX_REPETITIONS:
+        raise errors.ArgumentError(
+            f"JSON schema: lengths, numbers of items and repetitions in patterns up to {MAX_REPETITIONS} are allowed, "
+            f"{10 * MAX_REPETITIONS} together; leave larger bounds out"
+        )
+
+
+def _repetitions(schema: Any) -> Iterator[int]:
+    """Yield how often a schema's grammar repeats rules: llama_cpp writes each repetition out."""
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += part
+        elif isinstance(part, dict):
+            waiting += part.values()
+            bounds = (part.get(name) for name in ("minLength", "maxLength", "minItems", "maxItems"))
+            yield from (int(bound) for bound in bounds if isinstance(bound, (int, float)))
+            if isinstance(part.get("pattern"), str):
+                braces = re.findall(r"\{(\d*)(?:,(\d*))?\}", part["pattern"])
+                yield from (int(number[:9]) for pair in braces for number in pair if number)
 
 
 def _tools(body: dict[str, Any]) -> None:
+    if body.pop("functions", None) or body.pop("function_call", None):
+        raise errors.ArgumentError("functions, function_call: use tools and tool_choice")
     tools = body.get("tools")
     if not tools:
         body.pop("tools", None)
         body.pop("tool_choice", None)
         return
+    if not isinstance(tools, list) or not all(_name(tool) for tool in tools):
+        raise errors.ArgumentError("tools: a list of functions with names")
+    _bounded(tools)
     choice = body.setdefault("tool_choice", "auto")
     if choice == "none":
         del body["tools"], body["tool_choice"]
     elif choice == "required":
         if len(tools) > 1:
             raise errors.ArgumentError("tool_choice required: name the function where there are several")
-        choice = body["tool_choice"] = {"type": "function", "function": {"name": tools[0]["function"]["name"]}}
+        choice = body["tool_choice"] = {"type": "function", "function": {"name": _name(tools[0])}}
     if isinstance(choice, dict):
-        name = (choice.get("function") or {}).get("name")
-        named = [tool for tool in tools if (tool.get("function") or {}).get("name") == name]
+        named = [tool for tool in tools if _name(tool) == _name(choice)]
         if not named:
-            raise errors.ArgumentError(f"tool_choice {name!r}: no such tool")
-        app.check_schema(named[0]["function"].setdefault("parameters", {"type": "object", "properties": {}}))
+            raise errors.ArgumentError(f"tool_choice {_name(choice)!r}: no such tool")
+        _schema(named[0]["function"].setdefault("parameters", {"type": "object", "properties": {}}))
+
+
+def _name(tool: Any) -> str | None:
+    """Name of the function in a tool or a choice, or None."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
