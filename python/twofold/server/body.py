@@ -98,8 +98,6 @@ def _common(body: dict[str, Any], vocabulary: int) -> None:
     stop = body.get("stop", [])
     if any(not isinstance(s, str) or not s for s in (stop if isinstance(stop, list) else [stop])):
         raise errors.ArgumentError("stop: a text, or a list of texts, none of them empty")
-    if isinstance(body.get("seed"), int):
-        body["seed"] %= 2**32
     # llama_cpp.server's own default, 1.1, is a sampler that clients did not ask for, and costs accepted drafts.
     body.setdefault("repeat_penalty", 1.0)
     for name, value in body.items():
