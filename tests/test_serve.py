@@ -464,6 +464,18 @@ def test_answers_are_cut_when_the_grace_is_over(tiny_pair: Path) -> None:
         assert server.process.wait(10) == 0
 
 
+def test_a_second_signal_cuts(tiny_pair: Path) -> None:
+    with served(tiny_pair, "--ctx", "2048") as server:
+        stream = iter(server.client.completions.create(**LONG, stream=True))
+        parts = [next(stream)]
+        for _ in range(2):
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        parts += stream
+        assert parts[-1].choices[0].finish_reason == "length" and len(parts) < 1900
+        assert server.process.wait(10) == 0
+
+
 def test_what_the_command_line_refuses(
     tiny_pair: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,15 +86,17 @@ async def _run(arguments: Namespace, listener: socket.socket) -> None:
 
 @contextlib.contextmanager
 def _signals(leaving: asyncio.Event, cut: Callable[[], None]) -> Iterator[None]:
-    """Leave at the first SIGTERM or SIGINT; at the next one cut the running answer too."""
+    """Leave at the first SIGTERM or SIGINT; cut the running answer too at the next one; a third ends the process."""
     loop = asyncio.get_running_loop()
+    caught = (signal.SIGTERM, signal.SIGINT)
 
     def leave() -> None:
         if leaving.is_set():
             cut()
+            for number in caught:
+                loop.remove_signal_handler(number)
         leaving.set()
 
-    caught = (signal.SIGTERM, signal.SIGINT)
     for number in caught:
         loop.add_signal_handler(number, leave)
     try:
