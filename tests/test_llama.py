@@ -440,3 +440,21 @@ def test_graph_that_is_reordered_is_refused(tiny_pair: Path, monkeypatch: pytest
 def test_ordinary_model_is_refused(tiny_llama: Path) -> None:
     with pytest.raises(errors.FileAccessError, match="convert"):
         twofold.Llama(tiny_llama)
+
+
+def test_grammar_that_cannot_be_read(llm: twofold.Llama) -> None:
+    """llama_cpp puts a null pointer into the sampler chain, and the process ends."""
+    for rules in ("root ::= [a-", 'other ::= "a"', 'root ::= root "a" | "b"'):
+        with pytest.raises(errors.ArgumentError, match="cannot read this grammar"):
+            llm.create_completion(PROMPT, grammar=llama_cpp.LlamaGrammar.from_string(rules), max_tokens=4)
+    many = "".join(f"r{i} ::= r{i + 1}\n" for i in range(20000))
+    with pytest.raises(errors.ArgumentError, match="more than 20000 rules"):
+        grammar = llama_cpp.LlamaGrammar.from_string(f'root ::= r0\n{many}r20000 ::= "a"')
+        llm.create_completion(PROMPT, grammar=grammar, max_tokens=4)
+    for depth, message in ((2001, "more than 2000 parentheses"), (2000, None)):
+        deep = llama_cpp.LlamaGrammar.from_string("root ::= " + "(" * depth + '"a"' + ")" * depth)
+        if message:
+            with pytest.raises(errors.ArgumentError, match=message):
+                llm.create_completion(PROMPT, grammar=deep, max_tokens=4)
+        else:
+            assert llm.create_completion(PROMPT, grammar=deep, max_tokens=4)["choices"][0]["text"] == "a"

@@ -13,6 +13,7 @@ from twofold.benchplan import DRAFTS, LOOKUPS
 from twofold.loop import MAX_DRAFT
 from twofold.merge import FILE_TYPES
 from twofold.prompts import KINDS, RANDOM
+from twofold.server import run as server
 from twofold.terminal import AUTO, NEVER, WHEN
 
 Parsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -33,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
         _add_inspect,
         _add_generate,
         _add_chat,
+        _add_serve,
         _add_merge,
         _add_eval,
         _add_info,
@@ -155,7 +157,27 @@ def _add_chat(parsers: Parsers) -> None:
     parser.add_argument("--stats", action="store_true", help="print a line of statistics after each answer")
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
+def _add_serve(parsers: Parsers) -> None:
+    about = "answer OpenAI's API over HTTP (needs twofold[server])"
+    parser = _command(parsers, "serve", server.serve, about, "model.base.gguf --port 8080")
+    _add_loading(parser)
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1: this machine alone)")
+    add("--port", type=_number(int, 0, 65535), default=8080, help="0: any free one (default: 8080)")
+    add("--api-key", metavar="KEY", help="that requests must carry (default: $TWOFOLD_API_KEY, or none)")
+    add("--alias", metavar="NAME", help="name of the model in /v1/models (default: NAME of NAME.base.gguf)")
+    template = "llama_cpp's format of chats, as chatml-function-calling (default: the model's own template)"
+    add("--chat-format", metavar="NAME", help=template)
+    length = "most tokens of prompt and answer together (default: the context)"
+    add("--max-length", type=_number(int, 2), metavar="N", help=length)
+    add("--max-body", type=_number(int, 1), default=4 << 20, metavar="BYTES", help="of a request (default: 4 MiB)")
+    add("--queue", type=_number(int, 0), default=32, metavar="N", help="requests that may wait (default: 32)")
+    add("--grace", type=_number(float, 0), default=30, metavar="S", help="seconds for answers on SIGTERM (default: 30)")
+    batch = "tokens of a prompt decoded at once; clients that leave are noticed in between (default: 512)"
+    add("--batch", type=_number(int, 1), default=512, metavar="N", help=batch)
+
+
+def _add_loading(parser: argparse.ArgumentParser) -> None:
     _add_pair(parser)
     add = parser.add_argument
     draft = "tokens drafted before each check, 0 to 32; auto: as far as it pays (default)"
@@ -163,15 +185,20 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     drafter = "guesses for the base to check: ngram (the text so far, default), none, or a GGUF of the same vocabulary"
     add("--drafter", default="ngram", metavar="ngram|none|FILE", help=drafter)
     add("--residual-bits", type=int, choices=(0, 4, 6, 8), help="bits verified with; 0: base alone (default: all)")
+    add("--ctx", type=_number(int, 0), default=4096, help="tokens of context; 0: the model's own (default: 4096)")
+    add("--threads", type=_number(int, 1), metavar="N", help="default: one for each core")
+    add("--gpu-layers", type=_number(int, -1), default=-1, metavar="N", help="layers in VRAM (default: -1: all)")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    _add_loading(parser)
+    add = parser.add_argument
     add("--temp", type=_number(float, 0), default=0.0, help="temperature (default: 0: greedy, the likeliest token)")
     add("--top-k", type=_number(int, 0), default=40, help="sample from the K likeliest; 0: all (default: 40)")
     add("--top-p", type=_number(float, 0, 1), default=0.95, help="sample from this share (default: 0.95)")
     add("--min-p", type=_number(float, 0, 1), default=0.05, help="least share of the likeliest's (default: 0.05)")
     add("--repeat-penalty", type=_number(float, 0), default=1.0, help="1: none (default)")
     add("--seed", type=_number(int, 0, 2**32 - 1), help="of the sampler (default: random)")
-    add("--ctx", type=_number(int, 0), default=4096, help="tokens of context; 0: the model's own (default: 4096)")
-    add("--threads", type=_number(int, 1), metavar="N", help="default: one for each core")
-    add("--gpu-layers", type=_number(int, -1), default=-1, metavar="N", help="layers in VRAM (default: -1: all)")
     add("--system", metavar="TEXT", help="system message")
     colour = "paint accepted drafts and the full model's own tokens; auto (if no value): only where a terminal shows it"
     add("--colour", "--color", nargs="?", choices=WHEN, const=AUTO, default=NEVER, help=colour)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -334,6 +335,28 @@ def quiet_log() -> None:
     llama_cpp.llama_log_set(_show_errors, None)
 
 
+_DEEPEST, _MOST_RULES = 2000, 20000
+
+
 def make_sampler(llama: Any, **settings: Any) -> _internals.LlamaSampler:
-    """Build llama_cpp's sampler chain for these settings."""
+    """Build llama_cpp's sampler chain for these settings.
+
+    Raises
+    ------
+    ArgumentError
+        for a grammar that llama.cpp cannot read; llama_cpp would put a null pointer into the chain.
+    """
+    grammar = settings.get("grammar")
+    if grammar is not None:
+        text, root = grammar._grammar.encode(), grammar._root.encode()
+        depths = itertools.accumulate((c == ord("(")) - (c == ord(")")) for c in text)
+        # llama.cpp calls itself for parentheses in parentheses and rules in rules, until its stack is full.
+        if max(depths, default=0) > _DEEPEST:
+            raise errors.ArgumentError(f"the grammar has more than {_DEEPEST} parentheses in one another")
+        if text.count(b"::=") > _MOST_RULES:
+            raise errors.ArgumentError(f"the grammar has more than {_MOST_RULES} rules")
+        parsed = llama_cpp.llama_sampler_init_grammar(llama._model.vocab, text, root)
+        if not parsed:
+            raise errors.ArgumentError("llama.cpp cannot read this grammar; its rules are those of GBNF")
+        llama_cpp.llama_sampler_free(parsed)
     return llama._init_sampler(**settings)

@@ -84,6 +84,7 @@ class Llama(LoopingLlama):
             shared_vocabulary([Path(model_path), Path(drafter)])
         self.residual_path, self.drafter = residual_path, drafter
         self._stats = Stats()
+        self._auto = Auto(MAX_DRAFT)  # it goes on learning from call to call
         self.draft_tokens = draft_tokens
         engine = None
         if residual_bits != 0 and not arguments.get("vocab_only"):
@@ -147,7 +148,7 @@ class Llama(LoopingLlama):
         if value != "auto" and not number:
             raise errors.ArgumentError(f"draft_tokens {value!r}: 'auto' or an integer from 0 to {MAX_DRAFT} is allowed")
         self._draft_tokens = value
-        self._pace = Auto(MAX_DRAFT) if value == "auto" else Fixed(int(value))
+        self._pace = self._auto if value == "auto" else Fixed(int(value))
 
     @property
     def residual_bits(self) -> int:

@@ -24,6 +24,7 @@ class LoopingLlama(BaseLlama):
     _pace: Pace
     _proposer: Proposer | None
     _residual_bits: int
+    _row: int  # of the last decode: whose logits the token handed out was chosen from
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Decode tokens with the full model after those already in the cache."""
@@ -123,6 +124,7 @@ class LoopingLlama(BaseLlama):
                 row = 0 if drafted else -1
                 for place in range(len(drafted) + 1):
                     token = choose(row + place)
+                    self._row = row + place
                     agreed = place < len(drafted) and token == drafted[place]
                     stats.count_token(from_draft=agreed)
                     if stopping_criteria is not None and stopping_criteria(
