@@ -354,7 +354,7 @@ def test_files_that_do_not_fit(tiny_llama: Path, tiny_pair: Path, tmp_path: Path
     other.write_bytes(data.replace("▁people".encode(), "▁pebble".encode()))
     with pytest.raises(errors.MismatchError, match=r"other.gguf: another vocabulary than .*llama.base.gguf"):
         benchplan.plan(benchplan.Settings(tiny_pair, compare=(other,)))
-    with pytest.raises(errors.UnsupportedError, match="cannot load"):
+    with pytest.raises(errors.FileAccessError, match="no such file"):
         benchplan.plan(benchplan.Settings(tiny_pair, compare=(tmp_path / "none.gguf",)))
     main(["convert", str(tiny_llama), str(tmp_path / "four"), "--residual-bits", "4"])
     with pytest.raises(errors.ArgumentError, match="holds 4 bits of residual, 8 are asked for"):
