@@ -11,7 +11,7 @@ SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 
 demo: install
 	$(BIN)/python scripts/fetch_models.py --dir $(MODELS) smollm2
-	$(BIN)/twofold convert $(SMOLLM2) $(MODELS)/smollm2 --base q4_0 --force
+	$(BIN)/twofold convert $(SMOLLM2) $(MODELS)/smollm2 --base q4_0 --calibration auto --force
 	$(BIN)/twofold generate $(MODELS)/smollm2.base.gguf -p "Explain what a hash table is." -n 128 --draft 3
 
 test: install
