@@ -19,6 +19,7 @@ from twofold.decoder import quiet_log
 from twofold.llama import MAX_DRAFT
 from twofold.merge import FILE_TYPES
 from twofold.prompts import KINDS
+from twofold.whole import TYPES as WHOLE_TYPES
 
 Parsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -153,6 +154,10 @@ def _add_convert(parsers: Parsers) -> None:
     bpw = "choose types for each matrix within so many bits a weight, by the calibration's sensitivities"
     add("--base-bpw", type=_number(float, 1), metavar="BITS", help=bpw)
     add("--base-types", metavar="T,T,...", help="types that --base-bpw chooses from (default: q2_k to q8_0)")
+    whole = "layers (0-3,27) or a regex on tensor names: kept whole in the base, without a residual"
+    add("--whole", metavar="LAYERS|REGEX", help=whole)
+    kinds = "of whole tensors: q8_0 (the source's, if that has fewer bits) or the source's (default: q8_0)"
+    add("--whole-type", choices=WHOLE_TYPES, default="q8_0", help=kinds)
     add("--no-feedback", action="store_true", help="round without error feedback, by importance alone")
     bits = "bits of the residual that are written; fewer can be used later (default: 8)"
     parser.add_argument("--residual-bits", type=int, choices=(4, 6, 8), default=8, help=bits)

@@ -30,6 +30,8 @@ def convert(arguments: Namespace) -> int:
         base_type=arguments.base,
         base_bpw=arguments.base_bpw,
         base_types=arguments.base_types.split(",") if arguments.base_types else CANDIDATES,
+        keep_whole=arguments.whole,
+        whole_type=arguments.whole_type,
         calibration=_calibration(arguments, source),
         feedback=not arguments.no_feedback,
         bits=arguments.residual_bits,

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twofold.convert import Conversion, Error
-from twofold.metadata import Tensor
+from twofold.layout import AS_ASKED, WHOLE_KEY
+from twofold.metadata import Gguf, Tensor
 from twofold.pairfile import Pair, open_pair, residual_bytes
 from twofold.rounding import MANNERS
 
@@ -90,11 +91,12 @@ class Report:
 def inspect(pair: Pair) -> Report:
     """Describe a pair that was opened."""
     held = pair.residual.bits
+    kept = Gguf(pair.base).string(WHOLE_KEY, "").splitlines()
     entries = []
     for tensor in pair.tensors:
         completed = pair.completed.get(tensor.name)
         sizes = {b: residual_bytes(completed, b) for b in (4, 6, 8) if b <= held} if completed else {}
-        entries.append(Entry(tensor, sizes))
+        entries.append(Entry(tensor, sizes, reason=AS_ASKED if tensor.name in kept else "no residual"))
     files = (pair.base.stat().st_size, pair.residual.path.stat().st_size)
     paths = (str(pair.base), str(pair.residual.path))
     return Report(*paths, pair.architecture, held, pair.residual.group, files, entries)
