@@ -85,7 +85,7 @@ def check_outputs(json_path: Path | None, plot_path: Path | None) -> None:
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
             raise errors.FileAccessError(f"{path}: cannot be written; name a file in a folder that is there")
     if plot_path is not None:
-        known = _figure().canvas.get_supported_filetypes()
+        known = new_figure().canvas.get_supported_filetypes()
         if plot_path.suffix[1:].lower() not in known:
             raise errors.ArgumentError(f"{plot_path}: end the name in one of {', '.join(sorted(known))}")
 
@@ -107,12 +107,13 @@ def save(found: dict[str, Any], json_path: Path | None, plot_path: Path | None) 
         raise errors.FileAccessError(f"{error.filename}: {error.strerror}") from error
 
 
-def _figure() -> Any:
+def new_figure(height: float = 4.5) -> Any:
+    """Return an empty figure of matplotlib, `height` inches high; ArgumentError if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure  # not pyplot: it would look for a display
     except ImportError as error:
         raise errors.ArgumentError(f"--plot needs matplotlib ({error}); pip install twofold[plot]") from error
-    return Figure(figsize=(7, 4.5), layout="constrained")
+    return Figure(figsize=(7, height), layout="constrained")
 
 
 def plot(found: dict[str, Any]) -> Any:
@@ -123,7 +124,7 @@ def plot(found: dict[str, Any]) -> Any:
     ArgumentError
         if matplotlib is missing.
     """
-    figure = _figure()
+    figure = new_figure()
     axes = figure.add_subplot()
     for model in found["models"]:
         rows = [row for row in found["rows"] if (row["draft"], row["kind"]) == (model["draft"], simulate.ALL)]

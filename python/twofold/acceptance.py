@@ -35,7 +35,9 @@ class Depths:
     def __post_init__(self) -> None:
         ascending = all(a < b for a, b in zip(self.k, self.k[1:], strict=False))
         if not self.k or len(self.k) != len(self.tokens) or self.k[0] < 1 or not ascending:
-            raise errors.FormatError(f"draft tokens {list(self.k)}: ascending integers from 1 on are needed, one a value")
+            raise errors.FormatError(
+                f"draft tokens {list(self.k)}: ascending integers from 1 on are needed, one a value"
+            )
         for k, tokens in zip(self.k, self.tokens, strict=True):
             if not 1 <= tokens <= k + 1:
                 raise errors.FormatError(f"{tokens:g} tokens per check of {k} drafts: 1 to {k + 1} are possible")

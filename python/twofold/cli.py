@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import twofold
-from twofold import commands, conversation, errors
+from twofold import commands, conversation, errors, plan_command
 from twofold.accept import DEPTHS
 from twofold.decoder import quiet_log
 from twofold.llama import MAX_DRAFT
@@ -105,6 +105,9 @@ def _parser() -> argparse.ArgumentParser:
         _add_accept,
     ):
         add(parsers)
+    about = "predict tokens a second of ways to run a model on a machine, and say which to take"
+    example = "model.Q8_0.gguf --vram 12GiB --vram-bandwidth 500GB/s --pcie 25GB/s"
+    plan_command.add_arguments(_command(parsers, "plan", plan_command.run, about, example))
     return parser
 
 
@@ -158,6 +161,8 @@ def _add_convert(parsers: Parsers) -> None:
     add("--whole", metavar="LAYERS|REGEX", help=whole)
     kinds = "of whole tensors: q8_0 (the source's, if that has fewer bits) or the source's (default: q8_0)"
     add("--whole-type", choices=WHOLE_TYPES, default="q8_0", help=kinds)
+    vram = "choose types and whole layers to fill so much VRAM (12GiB): base, cache of --ctx tokens and --reserve"
+    plan_command.add_machine(parser, vram)
     add("--no-feedback", action="store_true", help="round without error feedback, by importance alone")
     bits = "bits of the residual that are written; fewer can be used later (default: 8)"
     parser.add_argument("--residual-bits", type=int, choices=(4, 6, 8), default=8, help=bits)

@@ -8,7 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from twofold import accept as acceptance
-from twofold import accept_report, calibration, errors, evalcache, evalmodels, evalreport, hub, report
+from twofold import accept_report, calibration, errors, evalcache, evalmodels, evalreport, hub, plan_command, report
 from twofold import evaluate as evaluation
 from twofold import info as machine
 from twofold.calibrate import calibrate as run_calibration
@@ -30,6 +30,7 @@ def convert(arguments: Namespace) -> int:
         base_type=arguments.base,
         base_bpw=arguments.base_bpw,
         base_types=arguments.base_types.split(",") if arguments.base_types else CANDIDATES,
+        vram=plan_command.budget(arguments),
         keep_whole=arguments.whole,
         whole_type=arguments.whole_type,
         calibration=_calibration(arguments, source),
@@ -57,7 +58,7 @@ def _calibration(arguments: Namespace, source: Path) -> calibration.Calibration 
     return run_calibration(
         source,
         path,
-        sensitivity=arguments.base_bpw is not None,
+        sensitivity=arguments.base_bpw is not None or arguments.vram is not None,
         threads=arguments.threads,
         progress=_progress(arguments),
     )

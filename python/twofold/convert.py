@@ -12,7 +12,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
-from twofold import decoder, errors, layout, whole
+from twofold import decoder, errors, fill, layout, shapes, whole
 from twofold._native import Floats
 from twofold.blocks import check_finite, decode_residual, plane_bytes, quantize
 from twofold.calibration import Calibration
@@ -57,6 +57,7 @@ class Conversion:
     splits: list[Split]
     errors: dict[str, Error] = field(default_factory=dict)
     manners: dict[str, str] = field(default_factory=dict)  # of rounding, by tensor (rounding.py)
+    choice: fill.Choice | None = None  # what fills the VRAM, where that was asked for
 
 
 def convert(
@@ -68,6 +69,7 @@ def convert(
     base_types: Sequence[str] = CANDIDATES,
     keep_whole: str | None = None,
     whole_type: str = "q8_0",
+    vram: fill.Budget | None = None,
     bits: int = 8,
     group: int = 128,
     calibration: Calibration | None = None,
@@ -93,6 +95,8 @@ def convert(
         Layers (``0-3,27``) or a regular expression on tensor names: these matrices stay whole in the base, drafting and
         verifying with the same bytes, as ``q8_0`` (or as they are, if that takes fewer bits) or always as in the
         ``source``.
+    vram
+        Instead of types and whole matrices: choose both to fill this VRAM (:func:`twofold.fill.choose`).
     bits
         4, 6 or 8: planes of the residual that are written.
     group
@@ -127,6 +131,10 @@ def convert(
         for a calibration of another model.
     """
     _check_types(base_type, base_bpw, base_types, calibration)
+    if vram is not None and (base_type != "auto" or base_bpw is not None or keep_whole is not None):
+        raise errors.ArgumentError(
+            "VRAM to fill: it chooses types and whole matrices; give no --base, --base-bpw or --whole"
+        )
     layout.check_residual(bits, group)
     workers = threads or len(os.sched_getaffinity(0))
     model = Source(source)
@@ -135,6 +143,10 @@ def convert(
         check_output(path, model.paths, force)
     decoder.check_architecture(source)
     kept = None if keep_whole is None else Whole(whole.find(keep_whole, model), _whole_type(whole_type))
+    if vram is not None:
+        result.choice = fill.choose(shapes.read(source), vram, bits, calibration)
+        base_type, base_bpw = result.choice.base_type, result.choice.bpw
+        kept = Whole(result.choice.whole)
     result.splits = layout.plan(model, base_type, asked=kept)
     if base_bpw is not None and calibration is not None:
         chosen = choose_types([split for split in result.splits if split.residual], calibration, base_bpw, base_types)

@@ -80,7 +80,7 @@ class Load(_Added):
 
 
 def smooth_max(*values: float) -> float:
-    """A maximum that is larger where two values are close: two things that should overlap do so in part."""
+    """Return a maximum that is larger where two values are close: what should overlap does so in part."""
     return float(sum(value**SMOOTH for value in values) ** (1 / SMOOTH))
 
 

@@ -110,7 +110,9 @@ def _two_tensors(backend: int, size: int) -> Iterator[tuple[int, int]]:
         allocate = _function("ggml_backend_alloc_ctx_tensors", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
         buffer = allocate(context, backend)
         if not buffer:
-            raise errors.OutOfMemoryError(f"the device has no room for two blocks of {size} bytes to measure copies with")
+            raise errors.OutOfMemoryError(
+                f"the device has no room for two blocks of {size} bytes to measure copies with"
+            )
         try:
             yield tensors
         finally:

@@ -98,9 +98,7 @@ def _gpu() -> devices.Device | None:
     return max(found, key=lambda device: device.total, default=None)
 
 
-def _gpu_rates(
-    told: Told, vram: int, device: devices.Device | None, measured: dict[str, str]
-) -> tuple[float, float]:
+def _gpu_rates(told: Told, vram: int, device: devices.Device | None, measured: dict[str, str]) -> tuple[float, float]:
     bandwidth, pcie = told.vram_bandwidth, told.pcie
     if vram == 0:
         return 0.0, 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from twofold.blocks import GgmlType, ggml_type, plane_bytes
+from twofold.blocks import GgmlType, plane_bytes
 from twofold.cost import GGML_SHARE, RESULT_COPIES, Load, Sums
 from twofold.layout import choose_base_type
 from twofold.machine import Machine
@@ -142,14 +142,19 @@ def _place(setting: Setting, base: Base | None, whole: str, bits: int, layers: f
     total = _Total()
     for number, unit in enumerate(units):
         for matrix in unit:
-            kind = None if base is None or matrix.layer in layers else base.type_of(matrix)
+            kind = _split_type(base, matrix, layers)
             if kind is None or base is None:
                 _add_whole(total, matrix, whole_type(matrix, whole), setting.machine, number in on_gpu)
             else:
                 _add_split(total, matrix, (base, kind, bits), setting.machine, number in on_gpu)
         if number in on_gpu:
-            _add_crossing(total, [m for m in unit if base and m.layer not in layers and base.type_of(m)])
+            _add_crossing(total, [matrix for matrix in unit if _split_type(base, matrix, layers)])
     return _placed(setting, total, sizes, on_gpu)
+
+
+def _split_type(base: Base | None, matrix: Matrix, whole: frozenset[int]) -> GgmlType | None:
+    """Type of a matrix in the base; None if it is not split."""
+    return None if base is None or matrix.layer in whole else base.type_of(matrix)
 
 
 def _unit_bytes(
@@ -158,9 +163,11 @@ def _unit_bytes(
     """Bytes of a layer or the head in VRAM: weights, and a layer's cache and norms."""
     size = 0.0
     for matrix in unit:
-        kind = None if base is None or matrix.layer in layers else base.type_of(matrix)
-        split = base is not None and kind is not None
-        size += base.bytes_of(matrix, kind) if split else matrix.bytes(whole_type(matrix, whole))  # type: ignore
+        kind = _split_type(base, matrix, layers)
+        if base is None or kind is None:
+            size += matrix.bytes(whole_type(matrix, whole))
+        else:
+            size += base.bytes_of(matrix, kind)
     is_layer = any(matrix.layer is not None for matrix in unit)
     return size + (setting.cache(setting.ctx) + setting.others if is_layer else 0)
 
@@ -186,9 +193,7 @@ def _add_whole(total: _Total, matrix: Matrix, kind: GgmlType, machine: Machine, 
     total.base_loss += lost
 
 
-def _add_split(
-    total: _Total, matrix: Matrix, how: tuple[Base, GgmlType, int], machine: Machine, on_gpu: bool
-) -> None:
+def _add_split(total: _Total, matrix: Matrix, how: tuple[Base, GgmlType, int], machine: Machine, on_gpu: bool) -> None:
     base, kind, bits = how
     rate = machine.base_rate.get(kind.name, machine.residual_rate[8] * GGML_SHARE)
     size = base.bytes_of(matrix, kind)
@@ -206,7 +211,7 @@ def _add_split(
 
 
 def _add_crossing(total: _Total, split: Sequence[Matrix]) -> None:
-    """Inputs cross once for matrices that share them: q, k and v; gate and up."""
+    """Add what crosses the bus: inputs once for matrices that share them (q, k and v; gate and up), and results."""
     sharing = {"attn_q": "attn", "attn_k": "attn", "attn_v": "attn", "ffn_gate": "ffn", "ffn_up": "ffn"}
     inputs: dict[str, int] = {}
     for matrix in split:
@@ -256,5 +261,3 @@ def sorted_layers(model: Model, weight: Mapping[int, float] | None = None) -> li
     """Layers in the order in which they are kept whole: those of most weight first, else from the first on."""
     layers = sorted({matrix.layer for matrix in model.matrices if matrix.layer is not None})
     return layers if weight is None else sorted(layers, key=lambda layer: (-weight.get(layer, 0.0), layer))
-
-

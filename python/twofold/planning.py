@@ -10,6 +10,7 @@ from twofold.acceptance import DEEPEST, Acceptance, Depths
 from twofold.cost import Load, Sums, decode, read_by_check
 from twofold.placement import Base, Placed, Setting
 from twofold.precision import type_loss
+from twofold.units import binary
 
 FULL_TYPES = ("q8_0", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k", "iq2_xs", "iq2_xxs")
 BASE_TYPES = ("iq2_xxs", "iq2_xs", "q2_k", "iq3_xxs", "q3_k", "q4_k")
@@ -17,7 +18,6 @@ PARTIAL_TYPES = ("q8_0", "q6_k")
 BITS = (4, 6, 8)
 PRECISION_SLACK = 2.25  # in power: an error 1.5 times as large still counts as equal, half a bit
 WORTH = 1.05  # twofold must be this much faster than what is simpler
-_STEPS = 8  # numbers of whole layers that are tried
 _DRAFTER_LAYERS = 0.25  # launches of a drafter, in those of the model
 
 
@@ -148,7 +148,7 @@ def _plain_strategy(setting: Setting, options: Options, name: str, kind: str, pl
 
 
 def _with_drafter(setting: Setting, options: Options, drafter: Drafter, kind: str) -> Strategy:
-    """A drafter takes VRAM from layers; it drafts k tokens, each of which reads it once."""
+    """Give VRAM to a drafter instead of layers; it drafts k tokens, each of which reads it once."""
     in_vram = drafter.size <= setting.room
     taken = drafter.size if in_vram else 0
     placed = placement.plain(
@@ -176,15 +176,15 @@ def best_pair(
     Layers are kept whole in this `order` (default: from the first on), and only while all of the base fits in VRAM.
     """
     layers = list(order if order is not None else placement.sorted_layers(setting.model))
-    best: Strategy | None = None
-    for count in sorted({round(i * len(layers) / _STEPS) for i in range(_STEPS + 1)}):
-        best_here = _pair(setting, options, base, bits, tuple(layers[:count]))
-        if best_here is None or (count and not best_here.fits):
+    best = _pair(setting, options, base, bits, ())
+    if best is None or best.gpu_layers < setting.model.layers:
+        return best
+    for count in range(1, len(layers) + 1):
+        found = _pair(setting, options, base, bits, tuple(layers[:count]))
+        if found is None:
             break
-        if best is None or best_here.tokens_per_s > best.tokens_per_s:
-            best = best_here
-        if best_here.gpu_layers < setting.model.layers:
-            break
+        if found.tokens_per_s > best.tokens_per_s:
+            best = found
     return best
 
 
@@ -196,7 +196,7 @@ def _pair(setting: Setting, options: Options, base: Base, bits: int, whole: tupl
         return None
     yields = options.acceptance.tokens(placed.bits)
     draft = decode(placed.load, setting.machine, 1, residual=False)
-    times = [(k, _check(setting, options, placed.load, k)) for k in range(DEEPEST + 1)]
+    times = [(k, check_seconds(setting, placed.load, k, overlap=options.overlap)) for k in range(DEEPEST + 1)]
     k, check = max(times, key=lambda t: yields[t[0]] / (t[0] * draft + t[1]))
     name = f"twofold {base.label} + r{bits}"
     if whole:
@@ -209,12 +209,8 @@ def _pair(setting: Setting, options: Options, base: Base, bits: int, whole: tupl
     )  # fmt: skip
 
 
-def _check(setting: Setting, options: Options, load: Load, k: int) -> float:
-    return check_seconds(setting, load, k, overlap=options.overlap)
-
-
 def check_seconds(setting: Setting, load: Load, k: int, *, overlap: bool = True) -> float:
-    """Seconds of a check of `k` drafts; where the CPU multiplies, a token is never verified alone but beside another."""
+    """Seconds of a check of `k` drafts; in RAM a token is never verified alone, but beside another one."""
     columns = 2 if k == 0 and load.cpu_layers else k + 1
     return decode(load, setting.machine, columns, residual=True, overlap=overlap)
 
@@ -247,6 +243,7 @@ def assumptions(found: Plan) -> list[str]:
     """Everything that the figures rest on, a line each."""
     setting, options = found.setting, found.options
     low, high = options.acceptance.range
+    power = f"{cost.SMOOTH:g}"
     overlap = (
         "the CPU multiplies the residual while the GPU multiplies the base"
         if options.overlap
@@ -257,17 +254,17 @@ def assumptions(found: Plan) -> list[str]:
         "other work on the machine is none",
         f"a decode takes {cost.LOOP * 1e6:.0f} us besides, a layer {cost.GPU_LAYER * 1e6:.0f} us on the GPU and "
         f"{cost.CPU_LAYER * 1e6:.0f} us on the CPU, a copy across the bus {cost.FETCH * 1e6:.0f} us before it begins",
-        f"reading and computing on the CPU overlap in part: (a^{cost.SMOOTH:g} + b^{cost.SMOOTH:g})^(1/{cost.SMOOTH:g}); "
+        f"reading (a) and computing (b) on the CPU overlap in part: (a^{power} + b^{power})^(1/{power}); "
         f"ggml's own CPU kernels compute at {cost.GGML_SHARE:g} of the residual kernel's rate; the GPU's arithmetic "
         f"never limits batches of up to {DEEPEST + 1} tokens",
         f"in a check {overlap}; inputs cross the bus once, results {cost.RESULT_COPIES} times",
-        f"float16 cache of {setting.ctx} tokens, {setting.filled} of them read by a decode; {setting.reserve} bytes of "
-        "VRAM are left for buffers",
+        f"float16 cache of {setting.ctx} tokens, {setting.filled} of them read by a decode; {binary(setting.reserve)} "
+        "of VRAM are left for buffers",
         f"greedy text; acceptance from: {options.acceptance.source}",
-        f"acceptance is interpolated in bits and k, and extrapolated outside {low:g} to {high:g} bits; whole layers raise "
-        "it as a uniform base of the same loss would; guesses by n-grams come on top and are not counted",
-        f"error: root mean square, relative, of Gaussian weights quantized here; up to {PRECISION_SLACK**0.5:g} times "
-        f"that of {options.precision} counts as equal",
+        f"acceptance is interpolated in bits and k, and extrapolated outside {low:g} to {high:g} bits; whole "
+        "layers raise it as a uniform base of the same loss would; guesses by n-grams come on top and are not counted",
+        f"error: root mean square, relative, of Gaussian weights quantized here; up to {PRECISION_SLACK**0.5:g} "
+        f"times that of {options.precision} counts as equal",
         "experts are chosen evenly and independently; prompts are not planned for",
     ]
     if options.drafter is not None:

@@ -16,7 +16,7 @@ from twofold.rounding import MANNERS
 _BLOCK = re.compile(r"^blk\.\d+\.|\.weight$")
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _HEADERS = {"full_error": "base+residual error"}
-_LEFT = ("draft", "kind", "source", "base", "tensor", "reason", "kinds", "shape", "model", "mode", "text")
+_LEFT = ("draft", "kind", "source", "base", "tensor", "reason", "kinds", "shape", "model", "mode", "text", "note")
 
 
 def size(count: float) -> str:
@@ -78,6 +78,7 @@ class Report:
     entries: list[Entry] = field(default_factory=list)
     converted: bool = False
     rounding: dict[str, int] = field(default_factory=dict)
+    chosen: str = ""  # how the VRAM is filled, where convert was asked to
 
     def split(self) -> list[Entry]:
         """Tensors that the residual completes."""
@@ -112,7 +113,8 @@ def converted(done: Conversion) -> Report:
         error = done.errors.get(entry.base.name)
         entries.append(Entry(entry.base, entry.residual, split.source.kind.name, error, split.reason))
     rounding = {manner: list(done.manners.values()).count(manner) for manner in MANNERS}
-    return Report(**{**vars(report), "entries": entries, "converted": True, "rounding": rounding})
+    chosen = done.choice.text if done.choice else ""
+    return Report(**{**vars(report), "entries": entries, "converted": True, "rounding": rounding, "chosen": chosen})
 
 
 # ---- values ------------------------------------------------------------------------------------------
@@ -203,7 +205,7 @@ def as_dict(report: Report, *, with_tensors: bool = False) -> dict[str, Any]:
     values = {key: getattr(report, key) for key in ("base", "residual", "architecture", "bits", "group")}
     values |= {"kinds": kinds(report), "whole": whole(report), "totals": totals(report)}
     if report.converted:
-        values["rounding"] = report.rounding
+        values |= {"rounding": report.rounding, "vram": report.chosen or None}
     return values | ({"tensors": tensors(report)} if with_tensors else {})
 
 
@@ -265,4 +267,6 @@ def _totals_text(report: Report) -> str:
         count = report.rounding
         lines.append(("rounding", f"{count['feedback']} matrices with error feedback, {count['importance']} by "
                       f"importance, {count['plain']} plainly"))  # fmt: skip
+    if report.chosen:
+        lines.append(("VRAM", report.chosen))
     return "\n".join(f"{name:15}  {value}" for name, value in lines)
