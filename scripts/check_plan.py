@@ -2,7 +2,8 @@
 """Predict a pair's tokens a second on this machine's CPU with the plan's cost model, measure them, print the errors.
 
 Plain decoding and drafts of 2, 3, 4 and 6 tokens. "pred" uses acceptance from the package's curves, "pred P" the tokens
-per check that were measured here, so that it shows the error of the times alone.
+per check that were measured here, so that it shows the error of the times alone. It takes all cores that it may use
+(taskset restricts them).
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import twofold
 from twofold import acceptance, machine, placement, planning, report, shapes, speculate
 from twofold.blocks import GgmlType
 from twofold.cost import Load, decode
-from twofold.decoder import physical_cores, quiet_log
+from twofold.decoder import quiet_log
 from twofold.metadata import Gguf
 from twofold.pace import Fixed
 from twofold.pairfile import Pair, open_pair
-from twofold.prompts import load as load_prompts
+from twofold.prompts import prompts as packaged_prompts
 from twofold.shapes import Matrix
 
 DRAFTS = (0, 2, 3, 4, 6)
@@ -42,10 +43,10 @@ class FileBase(placement.Base):
         return self.types.get(matrix.name)
 
 
-def setting_of(pair: Pair, threads: int) -> placement.Setting:
+def setting_of(pair: Pair) -> placement.Setting:
     """Describe the pair's shapes and this machine without its GPU."""
     model = shapes.describe(pair.base.name, Gguf(pair.base), {tensor.name: tensor for tensor in pair.tensors})
-    here = machine.describe(machine.Told(vram=0, cores=threads))
+    here = machine.describe(machine.Told(vram=0))
     return placement.Setting(model, here, 1024, CONTEXT, 0)
 
 
@@ -54,16 +55,16 @@ def measure(llm: twofold.Llama, prompts: list[str], tokens: int) -> dict[int, di
     found = {}
     for k in DRAFTS:
         llm.draft_tokens = k
-        made, seconds, checks, complete = 0, 0.0, 0, 0
+        made, seconds, checks, yielded = 0, 0.0, 0, 0.0
         for prompt in prompts:
             llm.reset()
             llm.create_completion(prompt, max_tokens=tokens, temperature=0)
             stats = llm.stats
-            made += stats.tokens - 1  # the first one is the prompt's
-            seconds += stats.draft_s + stats.verify_s
-            checks += stats.checks
-            complete += stats.complete_checks
-        found[k] = {"tok_s": made / seconds, "tokens_per_check": made / max(1, checks)}
+            made += stats["tokens"] - 1  # the first one is the prompt's
+            seconds += stats["draft_s"] + stats["verify_s"]
+            checks += stats["complete_checks"]
+            yielded += stats["tokens_per_check"] * stats["complete_checks"]
+        found[k] = {"tok_s": made / seconds, "tokens_per_check": yielded / max(1, checks)}
     return found
 
 
@@ -128,23 +129,21 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("-n", "--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=physical_cores())
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     quiet_log()
     pair = open_pair(args.base)
-    setting = setting_of(pair, args.threads)
+    setting = setting_of(pair)
     base = FileBase(
         "auto", types={tensor.name: tensor.kind for tensor in pair.tensors if tensor.name in pair.completed}
     )
     placed = placement.twofold(setting, base, args.residual_bits or pair.residual.bits)
-    prompts = [prompt["prompt"] for prompt in load_prompts()[: args.prompts]]
+    prompts = [prompt["prompt"] for prompt in packaged_prompts(args.prompts)]
     llm = twofold.Llama(
-        args.base, n_ctx=1024, n_gpu_layers=0, residual_bits=args.residual_bits, drafter="none",
-        n_threads=args.threads, n_threads_batch=args.threads, verbose=False,
-    )  # fmt: skip
-    measured = measure(llm, prompts, args.tokens)
-    table = rows(setting, placed, measured, decodes(llm, args.repeats))
+        args.base, n_ctx=1024, n_gpu_layers=0, residual_bits=args.residual_bits, drafter=None, verbose=False
+    )
+    timed = decodes(llm, args.repeats)
+    table = rows(setting, placed, measure(llm, prompts, args.tokens), timed)
     here = setting.machine
     print(f"{args.base.name}: base {placed.split_bits:.2f} bits, RAM at {here.ram_bandwidth / 1e9:.1f} GB/s")
     print(report.table(table))
