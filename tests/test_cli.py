@@ -499,7 +499,7 @@ def test_usage_errors_exit_with_2(capsys: Capture, arguments: list[str]) -> None
     assert "usage: twofold" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["convert", "inspect", "generate", "chat", "merge", "info"])
+@pytest.mark.parametrize("command", ["convert", "inspect", "generate", "chat", "merge", "info", "plan"])
 def test_every_command_has_help_with_an_example(capsys: Capture, command: str) -> None:
     with pytest.raises(SystemExit) as leaving:
         main([command, "--help"])

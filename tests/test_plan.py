@@ -32,6 +32,8 @@ GIB = 1 << 30
 RATES = dict.fromkeys(machine.KERNEL_TYPES, 4e11)
 PC = Machine(12 * GIB, 500e9, 25e9, 64 * GIB, 60e9, dict.fromkeys((4, 6, 8), 5e11), RATES)
 KNOWN = acceptance.load()
+RATES_TOLD = ["--vram-bandwidth", "5GB/s", "--pcie", "1GB/s", "--ram-bandwidth", "1GB/s"]
+TOLD = ["--vram", "1MB", *RATES_TOLD, "--reserve", "0", "--ctx", "256"]
 
 
 def seven(layers: int = 32, width: int = 4096, ff: int = 11008, vocabulary: int = 32000) -> Model:
@@ -70,7 +72,7 @@ def test_sizes(text: str, expected: int) -> None:
 
 @pytest.mark.parametrize("text", ["12", "12G", "GiB", "12GB/s", "-1GB", "1e3GB", "", "12 GiBs", "12iB"])
 def test_sizes_that_are_none(text: str) -> None:
-    with pytest.raises(errors.ArgumentError, match="is not a size.*12GiB"):
+    with pytest.raises(errors.ArgumentError, match=r"is not a size.*12GiB"):
         units.size(text)
 
 
@@ -78,7 +80,7 @@ def test_rates() -> None:
     assert units.rate("500GB/s") == 500e9
     assert units.rate("1GiB/s") == 1 << 30
     for text in ("500GB", "500", "0GB/s", "500GBps"):
-        with pytest.raises(errors.ArgumentError, match="is not a rate.*500GB/s"):
+        with pytest.raises(errors.ArgumentError, match=r"is not a rate.*500GB/s"):
             units.rate(text)
 
 
@@ -135,7 +137,7 @@ def test_a_drafters_yields() -> None:
     assert (found.k, found.tokens) == ((3, 6), (3.2, 4.6))
     assert found.tokens_per_check(6) == pytest.approx(4.6)
     for bad in ("3", "3:5", "3:0.5", "x:2", "0:1", "3:2,3:2.5", ""):
-        with pytest.raises(errors.ArgumentError, match="such as 3:3.2,6:4.6"):
+        with pytest.raises(errors.ArgumentError, match=r"such as 3:3\.2,6:4\.6"):
             acceptance.parse_drafter(bad)
 
 
@@ -397,13 +399,12 @@ def test_filling_is_the_best_of_all_that_fit() -> None:
 def test_sensitive_layers_are_whole_first_and_types_may_be_mixed() -> None:
     model = seven()
     sensitivity = {m.name: 9.0 if m.layer in (5, 20) else 1.0 for m in model.matrices}
-    sums: dict[str, Any] = {}
-    known = Calibration(sums=sums, moments={}, sensitivity=sensitivity, origin="here")  # type: ignore[call-arg]
+    known = Calibration(sums={}, sensitivity=sensitivity, origin="here")
     assert fill._order(model, known)[:3] == [5, 20, 0]
-    found = fill.choose(model, fill.Budget(replace(PC, vram=5 * GIB), 4096, GIB), 8, known)
-    assert found.base_type == "auto" and found.bpw in fill._MIXTURES
-    plain = fill.choose(model, fill.Budget(replace(PC, vram=5 * GIB), 4096, GIB), 8, None)
-    assert plain.bpw is None
+    slow = fill.Budget(replace(PC, vram=11 * GIB // 2, ram_bandwidth=30e9), 4096, GIB)
+    found = fill.choose(model, slow, 4, known)
+    assert (found.base_type, found.bpw) == ("auto", 3.25)
+    assert fill.choose(model, slow, 4, None).bpw is None
 
 
 def test_vram_that_is_too_small() -> None:
@@ -414,9 +415,17 @@ def test_vram_that_is_too_small() -> None:
     assert fill.choose(seven(), fill.Budget(replace(PC, vram=4 * GIB), 512, GIB), 8, None).strategy.vram <= 4 * GIB
 
 
+def test_types_below_two_and_a_half_bits_only_where_nothing_else_fits() -> None:
+    known = Calibration(sums={}, origin="here")
+    tight = fill.Budget(replace(PC, vram=int(4.8 * GIB)), 4096, GIB)
+    with pytest.raises(errors.ArgumentError, match="smallest base"):
+        fill.choose(seven(), tight, 8, None)
+    assert fill.choose(seven(), tight, 8, known).base_type in ("iq2_xxs", "iq2_xs")
+    assert fill.choose(seven(), fill.Budget(PC, 4096, GIB), 8, known).base_type in fill.TYPES
+
+
 def test_convert_fills_vram(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    machine_options = "--vram-bandwidth 5GB/s --pcie 1GB/s --ram-bandwidth 1GB/s --reserve 10kB --ctx 256".split()
-    asked = ["convert", str(tiny_llama), str(tmp_path / "v"), "--vram", "1.6MB", *machine_options]
+    asked = ["convert", str(tiny_llama), str(tmp_path / "v"), *TOLD, "--vram", "1.6MB", "--reserve", "10kB"]
     assert main([*asked, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     used = document["totals"]["vram_bytes"] + 256 * 2 * 2 * 128 * 2 + 10_000
@@ -458,15 +467,13 @@ def test_a_gpu_is_measured_where_it_was_not_told(monkeypatch: pytest.MonkeyPatch
 def test_rates_of_this_machine() -> None:
     within, across = devices.copy_rates("CPU", 1 << 20)
     assert 1e8 < across < 1e13 and 1e8 < within < 1e13
-    with pytest.raises(errors.ArgumentError, match="there are .*CPU"):
+    with pytest.raises(errors.ArgumentError, match=r"there are .*CPU"):
         devices.copy_rates("none", 1 << 20)
     assert 1e8 < machine.residual_rate(8, 1) < 1e14
     assert 1e8 < machine.base_rate("q4_0", 1) < 1e14
 
 
 # ---- the command -------------------------------------------------------------------------------------
-
-TOLD = "--vram 1MB --vram-bandwidth 5GB/s --pcie 1GB/s --ram-bandwidth 1GB/s --reserve 0 --ctx 256".split()
 
 
 def test_the_command(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from twofold.shapes import Model
 from twofold.units import binary
 
 TYPES = ("q2_k", "q3_k", "q4_k", "q5_k")
-_SMALLER = ("iq2_xxs", "iq2_xs")  # with a calibration only: made without, they are not worth drafting with
+_SMALLER = ("iq2_xxs", "iq2_xs")  # where no other fits, and with a calibration: their acceptance was never measured
 _MIXTURES = tuple(2.75 + 0.25 * step for step in range(12))
 
 
@@ -52,7 +52,7 @@ class Choice:
 def choose(model: Model, budget: Budget, bits: int, calibration: Calibration | None) -> Choice:
     """Choose what makes most tokens a second by the plan's cost model.
 
-    All types, or with sensitivities mixtures of them too, compete with all numbers of layers kept whole: with
+    All types, with sensitivities mixtures of them too, compete with all numbers of layers kept whole: with
     sensitivities the most sensitive first, else from the first on.
 
     Raises
@@ -63,24 +63,26 @@ def choose(model: Model, budget: Budget, bits: int, calibration: Calibration | N
     setting = Setting(model, budget.machine, budget.ctx, budget.ctx // 2, budget.reserve)
     known = acceptance.load("plain" if calibration is None else "calibrated")
     sensitive = calibration is not None and bool(calibration.sensitivity)
-    found = [
-        (base, pair)
-        for base in _bases(model, calibration is not None, sensitive)
-        if (pair := best_pair(setting, Options(known), base, bits, _order(model, calibration if sensitive else None)))
-    ]
-    if not found:
+    order = _order(model, calibration if sensitive else None)
+
+    def fitting_of(bases: Sequence[Base]) -> list[tuple[Base, Strategy]]:
+        pairs = [(base, best_pair(setting, Options(known), base, bits, order)) for base in bases]
+        return [(base, pair) for base, pair in pairs if pair is not None and pair.gpu_layers == model.layers]
+
+    bases, smaller = _bases(model, sensitive), [Base(kind) for kind in _SMALLER] if calibration is not None else []
+    if not any(base.type_of(matrix) for base in bases for matrix in model.matrices):
         raise errors.ArgumentError(f"{model.name}: no tensor can be split: its matrices have no more bits than a base")
-    fitting = [(base, pair) for base, pair in found if pair.gpu_layers == model.layers]
+    fitting = fitting_of(bases) or fitting_of(smaller)
     if not fitting:
-        raise errors.ArgumentError(_too_small(setting, [base for base, _ in found], bits))
+        raise errors.ArgumentError(_too_small(setting, [*bases, *smaller], bits))
     base, best = max(fitting, key=lambda pair: pair[1].tokens_per_s)
     names = frozenset(matrix.name for matrix in model.matrices if matrix.layer in best.whole)
     text = _text(setting, base, best, sensitive, len(fitting))
     return Choice("auto" if base.bits else base.kind, base.bits, names, best, text)
 
 
-def _bases(model: Model, calibrated: bool, sensitive: bool) -> list[Base]:
-    bases = [Base(kind) for kind in (*(_SMALLER if calibrated else ()), *TYPES)]
+def _bases(model: Model, sensitive: bool) -> list[Base]:
+    bases = [Base(kind) for kind in TYPES]
     smallest = ggml_type("q2_k").block
     if sensitive and all(matrix.width % smallest == 0 for matrix in model.matrices):
         bases += [Base("q2_k", bits) for bits in _MIXTURES]

@@ -16,7 +16,7 @@ _COLORS = {"plain": "tab:gray", "drafter": "tab:orange", "twofold": "tab:blue"}
 
 def render(found: Plan) -> str:
     """Return everything for people."""
-    rows = [_row(strategy, strategy is found.take) for strategy in found.strategies]
+    rows = [_row(found, strategy) for strategy in found.strategies]
     take = f"take {found.take.name}: {found.why}" if found.take else found.why
     notes = [f"- {line}" for line in assumptions(found)]
     wrapped = [textwrap.fill(line, 118, subsequent_indent="  ") for line in notes]
@@ -42,12 +42,15 @@ def _head(found: Plan) -> str:
     return "\n".join(lines)
 
 
-def _row(strategy: Strategy, taken: bool) -> dict[str, Any]:
+def _row(found: Plan, strategy: Strategy) -> dict[str, Any]:
+    low, high = found.options.acceptance.range
     doubts = [] if strategy.precise else ["less precise"]
     if not strategy.fits:
         doubts.append("RAM does not suffice")
+    if strategy.bits is not None and not low - 0.1 <= strategy.bits <= high + 0.1:
+        doubts.append("acceptance extrapolated")
     return {
-        "model": ("> " if taken else "  ") + strategy.name,
+        "model": ("> " if strategy is found.take else "  ") + strategy.name,
         "k": strategy.k,
         "VRAM": binary(strategy.vram) if strategy.vram else "-",
         "RAM": binary(strategy.ram),
