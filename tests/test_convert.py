@@ -143,8 +143,18 @@ def test_whole_tensors_by_name_and_as_in_the_source(tiny_llama: Path, tmp_path: 
     assert {found[name] for name in asked} == {"F32"}
     again = convert(done.base, tmp_path / "b")  # its source's choice is not its own
     assert not [row for row in report.whole(report.inspect(open_pair(again.base))) if "asked" in row["reason"]]
+    assert layout.WHOLE_KEY not in gguf.GGUFReader(again.base).fields
     small = convert(done.base, tmp_path / "c", keep_whole="1", base_type="iq2_xs")
     assert {types(small.base)[f"blk.1.attn_{x}.weight"] for x in "qkv"} == {"Q2_K"}  # fewer bits than q8_0 has
+
+
+def test_whole_experts(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "moe.gguf", "qwen3moe", layers=1)
+    done = convert(tmp_path / "moe.gguf", tmp_path / "out", keep_whole="ffn_down_exps")
+    name = "blk.0.ffn_down_exps.weight"
+    source, base = ({t.name: t for t in gguf.GGUFReader(p).tensors}[name] for p in (tmp_path / "moe.gguf", done.base))
+    expected = gguf.quants.quantize(np.array(source.data, np.float32), gguf.GGMLQuantizationType.Q8_0)
+    np.testing.assert_array_equal(base.data, expected)
 
 
 def test_a_tied_head_that_stays_whole(tmp_path: Path) -> None:

@@ -64,7 +64,15 @@ def setting(of: Machine = PC, model: Model | None = None, ctx: int = 4096, reser
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("12GiB", 12 << 30), ("12GB", 12 * 10**9), ("1.5 MiB", 3 << 19), (".5kb", 500), ("0", 0), ("7B", 7)],
+    [
+        ("12GiB", 12 << 30),
+        ("12GB", 12 * 10**9),
+        ("1.5 MiB", 3 << 19),
+        (".5kb", 500),
+        ("0", 0),
+        ("7B", 7),
+        ("2KiB", 2048),
+    ],
 )
 def test_sizes(text: str, expected: int) -> None:
     assert units.size(text) == expected
@@ -197,6 +205,21 @@ def test_experts_tied_heads_and_recurrent_models(tmp_path: Path) -> None:
     found_plan = planning.plan(setting(model=hybrid), Options(KNOWN))
     assert {s.kind for s in found_plan.strategies} == {"plain"}
     assert any("refuses" in line for line in planning.assumptions(found_plan))
+
+
+def test_blocks_outside_the_main_graph_do_not_count(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "mtp.gguf", "glm4moe")
+    writer.add_block_count(2)
+    writer.add_nextn_predict_layers(1)
+    for name in ("token_embd.weight", "blk.0.ffn_up.weight", "blk.1.ffn_up.weight", "blk.1.attn_k.weight"):
+        writer.add_tensor(name, np.zeros((32, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = model_shapes.read(tmp_path / "mtp.gguf")
+    assert [m.name for m in found.matrices] == ["blk.0.ffn_up.weight", "output.weight"]
+    assert (found.layers, found.cache_token) == (1, 0)
 
 
 def test_files_without_a_model(tiny_pair: Path) -> None:

@@ -33,9 +33,9 @@ def residual_loss(kind: str, bits: int) -> float:
 
 @cache
 def _ladder() -> tuple[list[float], list[float]]:
-    """Bits and logarithm of the loss, losses made to fall."""
+    """Bits and logarithm of the loss, which falls."""
     steps = sorted((ggml_type(kind).bpw, type_loss(kind)) for kind in LADDER)
-    return [bits for bits, _ in steps], list(np.log(np.minimum.accumulate([loss for _, loss in steps])))
+    return [bits for bits, _ in steps], [float(np.log(loss)) for _, loss in steps]
 
 
 def loss_of_bits(bits: float) -> float:
