@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 
+from make_header import write_header
 from make_tiny import write_tiny
 from twofold import acceptance, cost, devices, errors, fill, machine, placement, plan_command, planning, report, units
 from twofold import precision as losses
@@ -203,7 +204,7 @@ def test_experts_tied_heads_and_recurrent_models(tmp_path: Path) -> None:
     hybrid = model_shapes.read(tmp_path / "hybrid.gguf")
     assert "recurrent" in hybrid.refused
     found_plan = planning.plan(setting(model=hybrid), Options(KNOWN))
-    assert {s.kind for s in found_plan.strategies} == {"plain"}
+    assert {s.kind for s in found_plan.strategies} == {"plain"} and "twofold" not in found_plan.why
     assert any("refuses" in line for line in planning.assumptions(found_plan))
 
 
@@ -220,6 +221,22 @@ def test_blocks_outside_the_main_graph_do_not_count(tmp_path: Path) -> None:
     found = model_shapes.read(tmp_path / "mtp.gguf")
     assert [m.name for m in found.matrices] == ["blk.0.ffn_up.weight", "output.weight"]
     assert (found.layers, found.cache_token) == (1, 0)
+
+
+def test_a_header_without_data(tmp_path: Path) -> None:
+    sizes = {
+        "layers": 64,
+        "width": 5120,
+        "ff": 25600,
+        "heads": 64,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "vocabulary": 151936,
+    }
+    write_header(tmp_path / "32b.gguf", argparse.Namespace(arch="qwen3", tied=False, **sizes))
+    found = model_shapes.read(tmp_path / "32b.gguf")
+    assert found.weights == 64 * (2 * 5120 * 8192 + 2 * 5120 * 1024 + 3 * 5120 * 25600) + 151936 * 5120
+    assert (found.layers, found.cache_token) == (64, 64 * 2 * 1024 * 2)
 
 
 def test_files_without_a_model(tiny_pair: Path) -> None:
@@ -240,9 +257,9 @@ def test_a_decode_in_vram_by_hand() -> None:
     read, computed = 6e9 / 54e9, 5 * 0.02
     added = (read**3 + computed**3) ** (1 / 3)
     crossing = 5 * 4 * (50_000 + 32_000) / 25e9 + 30 * 15e-6
-    assert cost.decode(load, PC, 5, residual=True) == pytest.approx(max(base, added) + always + crossing)
-    serial = cost.decode(load, PC, 5, residual=True, overlap=False)
-    assert serial == pytest.approx(base + added + always + crossing)
+    assert cost.decode(load, PC, 5, residual=True) == pytest.approx(base + added + always + crossing)
+    both = cost.decode(load, PC, 5, residual=True, overlap=True)
+    assert both == pytest.approx(max(base, added) + always + crossing)
     assert cost.read_by_check(load, 5) == (4.1e9, 6e9)
 
 
@@ -338,6 +355,8 @@ def test_no_twofold_where_q8_0_fits() -> None:
     assert (found.take.kind, found.take.type) == ("plain", "q8_0")
     assert found.take.name == "q8_0, all in VRAM"
     assert "twofold" in found.why
+    roomy = planning.plan(setting(replace(PC, vram=48 * GIB, ram_bandwidth=100e9)), Options(KNOWN))
+    assert roomy.take is not None and roomy.take.name == "q8_0, all in VRAM"
 
 
 def test_the_gain_must_be_worth_it() -> None:

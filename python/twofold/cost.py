@@ -84,8 +84,12 @@ def smooth_max(*values: float) -> float:
     return float(sum(value**SMOOTH for value in values) ** (1 / SMOOTH))
 
 
-def decode(load: Load, machine: Machine, tokens: int, *, residual: bool, overlap: bool = True) -> float:
-    """Seconds of decoding a batch: with the base alone, or base and residual."""
+def decode(load: Load, machine: Machine, tokens: int, *, residual: bool, overlap: bool = False) -> float:
+    """Seconds of decoding a batch: with the base alone, or base and residual.
+
+    `overlap` says that the CPU multiplies the residual while the GPU multiplies the base; the engine waits for one
+    before it begins the other.
+    """
     ram = machine.ram_bandwidth * RAM_SHARE
     within, beside = (load.within, load.beside) if residual else (Sums(), Sums())
     on_cpu = smooth_max(

@@ -36,7 +36,7 @@ class Options:
     acceptance: Acceptance
     drafter: Drafter | None = None
     precision: str = "q8_0"
-    overlap: bool = True
+    overlap: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ def _choose(found: Sequence[Strategy], precision: str) -> tuple[Strategy | None,
     others = [strategy for strategy in able if strategy.kind != "twofold"]
     simple = max(others, key=lambda strategy: strategy.tokens_per_s, default=None)
     if best.kind != "twofold":
-        return best, f"the fastest that is as precise as {precision}; twofold would be no faster"
+        tried = "; twofold would be no faster" if any(s.kind == "twofold" for s in able) else ""
+        return best, f"the fastest that is as precise as {precision}{tried}"
     if simple is None:
         return best, f"the only one that fits and is as precise as {precision}"
     gain = best.tokens_per_s / simple.tokens_per_s
@@ -209,7 +210,7 @@ def _pair(setting: Setting, options: Options, base: Base, bits: int, whole: tupl
     )  # fmt: skip
 
 
-def check_seconds(setting: Setting, load: Load, k: int, *, overlap: bool = True) -> float:
+def check_seconds(setting: Setting, load: Load, k: int, *, overlap: bool = False) -> float:
     """Seconds of a check of `k` drafts; in RAM a token is never verified alone, but beside another one."""
     columns = 2 if k == 0 and load.cpu_layers else k + 1
     return decode(load, setting.machine, columns, residual=True, overlap=overlap)
@@ -247,7 +248,7 @@ def assumptions(found: Plan) -> list[str]:
     overlap = (
         "the CPU multiplies the residual while the GPU multiplies the base"
         if options.overlap
-        else "the GPU waits for the CPU's residual and the other way round"
+        else "the GPU multiplies the base, then the CPU the residual (--overlap: both at the same time)"
     )
     lines = [
         f"kernels reach {cost.VRAM_SHARE:.0%} of the VRAM's and {cost.RAM_SHARE:.0%} of the RAM's bandwidth as given; "
