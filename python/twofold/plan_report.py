@@ -111,6 +111,6 @@ def plot(found: Plan) -> Any:
         axes.text(strategy.tokens_per_s, place, f" {strategy.tokens_per_s:.1f}{mark}", va="center", fontsize=7)
     names = [strategy.name + (f", k={strategy.k}" if strategy.k else "") for strategy in reversed(found.strategies)]
     axes.set_yticks(range(len(names)), names, fontsize=7)
-    axes.set_xlabel("predicted tokens a second (pale: less precise, or too large)")
+    axes.set_xlabel("predicted tok/s (pale: ruled out)")
     axes.margins(x=0.15, y=0.01)
     return figure
