@@ -505,7 +505,21 @@ def test_usage_errors_exit_with_2(capsys: Capture, arguments: list[str]) -> None
 
 
 @pytest.mark.parametrize(
-    "command", ["convert", "calibrate", "inspect", "generate", "chat", "merge", "eval", "info", "accept", "bench"]
+    "command",
+    [
+        "convert",
+        "calibrate",
+        "inspect",
+        "generate",
+        "chat",
+        "merge",
+        "eval",
+        "info",
+        "accept",
+        "bench",
+        "plan",
+        "serve",
+    ],
 )
 def test_every_command_has_help_with_an_example(capsys: Capture, command: str) -> None:
     with pytest.raises(SystemExit) as leaving:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import gguf
@@ -16,9 +17,11 @@ import llama_cpp
 import numpy as np
 import pytest
 
+import twofold
 from make_tiny import write_tiny
-from twofold import decoder, errors, layout, output
+from twofold import decoder, errors, layout, output, report
 from twofold.convert import convert
+from twofold.merge import merge
 from twofold.pairfile import open_pair
 from twofold.source import Source
 
@@ -82,6 +85,112 @@ def test_experts_are_split(tmp_path: Path) -> None:
     write_tiny(tmp_path / "moe.gguf", "qwen3moe")
     pair = open_pair(convert(tmp_path / "moe.gguf", tmp_path / "out").base)
     assert pair.completed["blk.0.ffn_down_exps.weight"].shape[0] == 8
+
+
+# ---- whole tensors -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole_pair(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layer 1 whole as q8_0."""
+    return convert(tiny_llama, tmp_path_factory.mktemp("whole") / "whole", keep_whole="1").base
+
+
+def test_whole_layers_have_no_residual(whole_pair: Path, tiny_llama: Path) -> None:
+    found, pair = types(whole_pair), open_pair(whole_pair)
+    matrices = {name for name in found if name.startswith("blk.1.") and "norm" not in name}
+    assert len(matrices) == 7 and {found[name] for name in matrices} == {"Q8_0"}
+    assert not matrices & set(pair.completed) and len(pair.completed) == 8
+    source, base = ({t.name: t for t in gguf.GGUFReader(path).tensors} for path in (tiny_llama, whole_pair))
+    name = "blk.1.ffn_down.weight"
+    weights = np.array(source[name].data, np.float32)
+    expected = gguf.quants.quantize(weights, gguf.GGMLQuantizationType.Q8_0)
+    np.testing.assert_array_equal(base[name].data, expected)
+    (row,) = [row for row in report.whole(report.inspect(pair)) if row["reason"] == "whole, as asked"]
+    assert (row["tensors"], row["base"]) == (7, "q8_0")
+    assert row["base_bytes"] == sum(base[name].n_bytes for name in matrices)
+
+
+def test_the_loop_with_whole_layers(whole_pair: Path) -> None:
+    """A token of a check has the bits of the token decoded alone; so speculation is plain decoding."""
+    with closing(twofold.Llama(whole_pair, n_ctx=256, n_threads=1, n_threads_batch=1, verbose=False)) as llm:
+        text = llm.tokenize(b"the people would have there about which") * 4
+        llm.eval(text[:20])
+        rows = {}
+        for width in (1, 2, 3, 8, 20):
+            llm.decoder.truncate(20)
+            llm.decoder.decode(text[20 : 20 + width], 20, all_rows=True)
+            rows[width] = [llm.decoder.logits(row).copy() for row in range(width)]
+        for width, found in rows.items():
+            for row in range(width):
+                np.testing.assert_array_equal(found[row], rows[20][row])
+        llm.decoder.truncate(0)
+        llm.reset()
+        made = {}
+        for draft in (0, 3):
+            llm.draft_tokens = draft
+            llm.reset()
+            made[draft] = llm.create_completion("the people would", max_tokens=24, temperature=0)["choices"][0]["text"]
+        assert made[0] == made[3]
+        assert llm.stats["accepted"] > 0
+
+
+def test_whole_tensors_by_name_and_as_in_the_source(tiny_llama: Path, tmp_path: Path) -> None:
+    done = convert(tiny_llama, tmp_path / "a", keep_whole=r"^output|ffn_(up|gate)", whole_type="source")
+    found = types(done.base)
+    asked = {s.base.name for s in done.splits if s.reason == layout.AS_ASKED}
+    assert asked == {"output.weight", *(f"blk.{i}.ffn_{x}.weight" for i in (0, 1) for x in ("up", "gate"))}
+    assert {found[name] for name in asked} == {"F32"}
+    again = convert(done.base, tmp_path / "b")  # its source's choice is not its own
+    assert not [row for row in report.whole(report.inspect(open_pair(again.base))) if "asked" in row["reason"]]
+    assert layout.WHOLE_KEY not in gguf.GGUFReader(again.base).fields
+    small = convert(done.base, tmp_path / "c", keep_whole="1", base_type="iq2_xs")
+    assert {types(small.base)[f"blk.1.attn_{x}.weight"] for x in "qkv"} == {"Q2_K"}  # fewer bits than q8_0 has
+
+
+def test_whole_experts(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "moe.gguf", "qwen3moe", layers=1)
+    done = convert(tmp_path / "moe.gguf", tmp_path / "out", keep_whole="ffn_down_exps")
+    name = "blk.0.ffn_down_exps.weight"
+    source, base = ({t.name: t for t in gguf.GGUFReader(p).tensors}[name] for p in (tmp_path / "moe.gguf", done.base))
+    expected = gguf.quants.quantize(np.array(source.data, np.float32), gguf.GGMLQuantizationType.Q8_0)
+    np.testing.assert_array_equal(base.data, expected)
+
+
+def test_a_tied_head_that_stays_whole(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "tied.gguf", "llama", tied=True)
+    eight = convert(tmp_path / "tied.gguf", tmp_path / "eight", keep_whole="^output")
+    assert types(eight.base)["output.weight"] == "Q8_0" and "output.weight" not in open_pair(eight.base).completed
+    as_is = convert(tmp_path / "tied.gguf", tmp_path / "source", keep_whole="^output", whole_type="source")
+    assert "output.weight" not in types(as_is.base)  # the embedding is the head, as in the source
+
+
+def test_merging_a_pair_with_whole_layers(whole_pair: Path, tmp_path: Path) -> None:
+    done = merge(whole_pair, tmp_path / "m.gguf")
+    found = types(tmp_path / "m.gguf")
+    assert (done.completed, found["blk.1.ffn_up.weight"], found["blk.0.ffn_up.weight"]) == (8, "Q8_0", "F16")
+    assert layout.WHOLE_KEY not in gguf.GGUFReader(tmp_path / "m.gguf").fields
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("0-2", "has layers 0 to 1"),
+        ("7", "has layers 0 to 1"),
+        ("1-0", "has layers 0 to 1"),
+        ("0,,1", "is not a layer"),
+        ("blk.9", "no matrix that would be split has such a name"),
+        ("attn_norm", "no matrix that would be split"),
+        ("(", "neither layers"),
+        (".", "no tensor can be split: not a matrix product, whole, as asked"),
+    ],
+)
+def test_whole_tensors_that_are_not_there(spec: str, message: str, tiny_llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(errors.ArgumentError, match=message):
+        convert(tiny_llama, tmp_path / "out", keep_whole=spec)
+    with pytest.raises(errors.ArgumentError, match="q8_0 or source"):
+        convert(tiny_llama, tmp_path / "out", keep_whole="1", whole_type="q4_0")
+    assert leftovers(tmp_path) == []
 
 
 def test_source_that_is_quantized_already(tiny_llama: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import twofold
-from twofold import commands, conversation
+from twofold import commands, conversation, plan_command
 from twofold.accept import DEPTHS
 from twofold.benchplan import DRAFTS, LOOKUPS
 from twofold.loop import MAX_DRAFT
@@ -15,6 +15,7 @@ from twofold.merge import FILE_TYPES
 from twofold.prompts import KINDS, RANDOM
 from twofold.server import run as server
 from twofold.terminal import AUTO, NEVER, WHEN
+from twofold.whole import TYPES as WHOLE_TYPES
 
 Parsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -42,6 +43,9 @@ def parser() -> argparse.ArgumentParser:
         _add_bench,
     ):
         add(parsers)
+    about = "predict tokens a second of ways to run a model on a machine, and say which to take"
+    example = "model.Q8_0.gguf --vram 12GiB --vram-bandwidth 500GB/s --pcie 25GB/s"
+    plan_command.add_arguments(_command(parsers, "plan", plan_command.run, about, example))
     return top
 
 
@@ -91,6 +95,12 @@ def _add_convert(parsers: Parsers) -> None:
     bpw = "choose types for each matrix within so many bits a weight, by the calibration's sensitivities"
     add("--base-bpw", type=_number(float, 1), metavar="BITS", help=bpw)
     add("--base-types", metavar="T,T,...", help="types that --base-bpw chooses from (default: q2_k to q8_0)")
+    whole = "layers (0-3,27) or a regex on tensor names: kept whole in the base, without a residual"
+    add("--whole", metavar="LAYERS|REGEX", help=whole)
+    kinds = "of whole tensors: q8_0 (the source's, if that has fewer bits) or the source's (default: q8_0)"
+    add("--whole-type", choices=WHOLE_TYPES, default="q8_0", help=kinds)
+    vram = "choose types and whole layers to fill so much VRAM (12GiB): base, cache of --ctx tokens and --reserve"
+    plan_command.add_machine(parser, vram)
     add("--no-feedback", action="store_true", help="round without error feedback, by importance alone")
     bits = "bits of the residual that are written; fewer can be used later (default: 8)"
     parser.add_argument("--residual-bits", type=int, choices=(4, 6, 8), default=8, help=bits)

@@ -19,6 +19,7 @@ from twofold import (
     evalmodels,
     evalreport,
     hub,
+    plan_command,
     report,
     results,
 )
@@ -44,6 +45,9 @@ def convert(arguments: Namespace) -> int:
         base_type=arguments.base,
         base_bpw=arguments.base_bpw,
         base_types=arguments.base_types.split(",") if arguments.base_types else CANDIDATES,
+        vram=plan_command.budget(arguments),
+        keep_whole=arguments.whole,
+        whole_type=arguments.whole_type,
         calibration=_calibration(arguments, source),
         feedback=not arguments.no_feedback,
         bits=arguments.residual_bits,
@@ -69,7 +73,7 @@ def _calibration(arguments: Namespace, source: Path) -> calibration.Calibration 
     return run_calibration(
         source,
         path,
-        sensitivity=arguments.base_bpw is not None,
+        sensitivity=arguments.base_bpw is not None or arguments.vram is not None,
         threads=arguments.threads,
         progress=_progress(arguments),
     )

@@ -12,11 +12,11 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
-from twofold import decoder, errors, layout
+from twofold import decoder, errors, fill, layout, shapes, whole
 from twofold._native import Floats
-from twofold.blocks import check_finite, decode_residual, plane_bytes
+from twofold.blocks import check_finite, decode_residual, plane_bytes, quantize
 from twofold.calibration import Calibration
-from twofold.layout import Split
+from twofold.layout import Split, Whole
 from twofold.metadata import Gguf, fingerprint
 from twofold.output import OutputFile, check_output, in_flight, row_chunks, writing
 from twofold.pairfile import base_path, residual_path
@@ -57,6 +57,7 @@ class Conversion:
     splits: list[Split]
     errors: dict[str, Error] = field(default_factory=dict)
     manners: dict[str, str] = field(default_factory=dict)  # of rounding, by tensor (rounding.py)
+    choice: fill.Choice | None = None  # what fills the VRAM, where that was asked for
 
 
 def convert(
@@ -66,6 +67,9 @@ def convert(
     base_type: str = "auto",
     base_bpw: float | None = None,
     base_types: Sequence[str] = CANDIDATES,
+    keep_whole: str | None = None,
+    whole_type: str = "q8_0",
+    vram: fill.Budget | None = None,
     bits: int = 8,
     group: int = 128,
     calibration: Calibration | None = None,
@@ -87,6 +91,12 @@ def convert(
     base_bpw, base_types
         Instead of one type (`base_type` stays ``auto``): choose for each matrix among `base_types`, within so many
         bits a weight over all of them (:func:`twofold.sensitivity.choose_types`); needs a calibration.
+    keep_whole, whole_type
+        Layers (``0-3,27``) or a regular expression on tensor names: these matrices stay whole in the base, drafting and
+        verifying with the same bytes, as ``q8_0`` (or as they are, if that takes fewer bits) or always as in the
+        ``source``.
+    vram
+        Instead of types and whole matrices: choose both to fill this VRAM (:func:`twofold.fill.choose`).
     bits
         4, 6 or 8: planes of the residual that are written.
     group
@@ -121,6 +131,10 @@ def convert(
         for a calibration of another model.
     """
     _check_types(base_type, base_bpw, base_types, calibration)
+    if vram is not None and (base_type != "auto" or base_bpw is not None or keep_whole is not None):
+        raise errors.ArgumentError(
+            "VRAM to fill: it chooses types and whole matrices; give no --base, --base-bpw or --whole"
+        )
     layout.check_residual(bits, group)
     workers = threads or len(os.sched_getaffinity(0))
     model = Source(source)
@@ -128,10 +142,15 @@ def convert(
     for path in (result.base, result.residual):
         check_output(path, model.paths, force)
     decoder.check_architecture(source)
-    result.splits = layout.plan(model, base_type)
+    kept = None if keep_whole is None else Whole(whole.find(keep_whole, model), _whole_type(whole_type))
+    if vram is not None:
+        result.choice = fill.choose(shapes.read(source), vram, bits, calibration)
+        base_type, base_bpw = result.choice.base_type, result.choice.bpw
+        kept = Whole(result.choice.whole)
+    result.splits = layout.plan(model, base_type, asked=kept)
     if base_bpw is not None and calibration is not None:
         chosen = choose_types([split for split in result.splits if split.residual], calibration, base_bpw, base_types)
-        result.splits = layout.plan(model, "auto", chosen)
+        result.splits = layout.plan(model, "auto", chosen, kept)
     halved = [split for split in result.splits if split.residual]
     if not halved:
         raise errors.ArgumentError(f"{source}: no tensor can be split: " + _reasons(result.splits))
@@ -144,6 +163,12 @@ def convert(
         prints = _fingerprints(base_file, base, halved)
         residual_file.write_header(layout.residual_header(halved, bits, group, prints, result.base.name))
     return result
+
+
+def _whole_type(asked: str) -> str:
+    if asked not in whole.TYPES:
+        raise errors.ArgumentError(f"type {asked} of whole tensors: {' or '.join(whole.TYPES)} is allowed")
+    return asked
 
 
 def _check_types(
@@ -210,16 +235,30 @@ def _tasks(
     result: Conversion, rounding: Rounding, base_file: OutputFile, residual_file: OutputFile, pool: ThreadPoolExecutor
 ) -> Iterator[Future[Done]]:
     for split in result.splits:
-        if not split.residual:
+        if not split.residual and split.base.kind == split.source.kind:
             yield pool.submit(_copy, split, base_file)
             continue
         for chunk in row_chunks(split.matrix):
-            yield pool.submit(_split, rounding, (split, *chunk), base_file, residual_file)
+            if split.residual:
+                yield pool.submit(_split, rounding, (split, *chunk), base_file, residual_file)
+            else:
+                yield pool.submit(_requantize, (split, *chunk), base_file)
 
 
 def _copy(split: Split, base_file: OutputFile) -> Done:
     base_file.write(split.base.name, split.source.data)
     return split, Error(), split.source.weights
+
+
+def _requantize(rows_of: Rows, base_file: OutputFile) -> Done:
+    """Write rows of a tensor that stays whole, in another type than the source's."""
+    split, expert, first, last = rows_of
+    _, rows, width = split.matrix
+    start = expert * rows + first
+    weights = split.source.rows(start, expert * rows + last)
+    check_finite(weights, f"{split.source.name}, rows {first} to {last}")
+    base_file.write(split.base.name, quantize(weights, split.base.kind), start * split.base.kind.row_bytes(width))
+    return split, Error(), weights.size
 
 
 def _split(rounding: Rounding, rows_of: Rows, base_file: OutputFile, residual_file: OutputFile) -> Done:

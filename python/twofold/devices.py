@@ -7,14 +7,19 @@ depends on, so they come from the one copy of ggml that runs.
 from __future__ import annotations
 
 import ctypes
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import llama_cpp
 
+from twofold import errors
 from twofold.decoder import quiet_log
 
 _KINDS = ("cpu", "gpu", "igpu", "accel", "meta")  # enum ggml_backend_dev_type
+_FLOAT32 = 0  # enum ggml_type
 
 
 @dataclass(frozen=True)
@@ -63,3 +68,77 @@ def _function(name: str, result: Any, *arguments: Any) -> Any:
     function = llama_cpp.llama_cpp._lib[name]
     function.restype, function.argtypes = result, arguments
     return function
+
+
+# ---- copies ------------------------------------------------------------------------------------------
+
+
+def copy_rates(name: str, size: int, repeats: int = 5) -> tuple[float, float]:
+    """Bytes a second copied within a device, and between it and RAM (the slower way), of `size` bytes each time.
+
+    Raises
+    ------
+    ArgumentError
+        if there is no such device.
+    OutOfMemoryError
+        if it has no room for three times `size`.
+    """
+    _start()
+    get = _function("ggml_backend_dev_by_name", ctypes.c_void_p, ctypes.c_char_p)
+    device = get(name.encode())
+    if not device:
+        raise errors.ArgumentError(f"no device {name!r}; there are {', '.join(d.name for d in devices())}")
+    backend = _function("ggml_backend_dev_init", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(device, None)
+    try:
+        with _two_tensors(backend, size) as (one, other):
+            return _time_copies(backend, one, other, size, repeats)
+    finally:
+        _function("ggml_backend_free", None, ctypes.c_void_p)(backend)
+
+
+class _InitParams(ctypes.Structure):
+    _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
+
+
+@contextmanager
+def _two_tensors(backend: int, size: int) -> Iterator[tuple[int, int]]:
+    """Two tensors of `size` bytes (a multiple of 4) in the backend's memory."""
+    context = _function("ggml_init", ctypes.c_void_p, _InitParams)(_InitParams(1 << 16, None, True))
+    try:
+        new = _function("ggml_new_tensor_1d", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
+        tensors = new(context, _FLOAT32, size // 4), new(context, _FLOAT32, size // 4)
+        allocate = _function("ggml_backend_alloc_ctx_tensors", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+        buffer = allocate(context, backend)
+        if not buffer:
+            raise errors.OutOfMemoryError(
+                f"the device has no room for two blocks of {size} bytes to measure copies with"
+            )
+        try:
+            yield tensors
+        finally:
+            _function("ggml_backend_buffer_free", None, ctypes.c_void_p)(buffer)
+    finally:
+        _function("ggml_free", None, ctypes.c_void_p)(context)
+
+
+def _time_copies(backend: int, one: int, other: int, size: int, repeats: int) -> tuple[float, float]:
+    data = ctypes.create_string_buffer(size)
+    pointer, count = ctypes.c_void_p, ctypes.c_size_t
+    put = _function("ggml_backend_tensor_set", None, pointer, pointer, count, count)
+    get = _function("ggml_backend_tensor_get", None, pointer, pointer, count, count)
+    copy = _function("ggml_backend_tensor_copy", None, pointer, pointer)
+    wait = _function("ggml_backend_synchronize", None, pointer)
+
+    def rate(run: Callable[[], None]) -> float:
+        best = float("inf")
+        for _ in range(repeats + 1):  # the first one also pays for memory that was never touched
+            start = time.perf_counter()
+            run()
+            wait(backend)
+            best = min(best, time.perf_counter() - start)
+        return size / best
+
+    up = rate(lambda: put(one, data, 0, size))
+    within = rate(lambda: copy(one, other))
+    down = rate(lambda: get(other, data, 0, size))
+    return within, min(up, down)

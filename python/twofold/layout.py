@@ -25,6 +25,16 @@ _FILE_TYPES = {"q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q2_k": 10
 _FILE_TYPES |= {"q6_k": 18, "iq2_xxs": 19, "iq2_xs": 20, "iq3_xxs": 23, "iq1_s": 24, "iq4_nl": 25, "iq3_s": 26}
 _FILE_TYPES |= {"iq2_s": 28, "iq4_xs": 30, "iq1_m": 31}
 _BLOCK = re.compile(r"blk\.(\d+)\.")
+AS_ASKED = "whole, as asked"
+WHOLE_KEY = "twofold.whole"  # of the base file: names of the tensors that are whole because that was asked for
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Matrices that are to stay whole: their names, and ``q8_0`` or another type, or ``source`` for the source's."""
+
+    names: frozenset[str]
+    kind: str = "q8_0"
 
 
 @dataclass(frozen=True)
@@ -55,9 +65,20 @@ class Split:
         return (shape[0] if len(shape) == 3 else 1, shape[-2], shape[-1])
 
 
+def is_split_name(name: str) -> bool:
+    """Whether a tensor of this name is split, unless its type, shape or place forbids it."""
+    return _SPLIT.fullmatch(name) is not None
+
+
+def block_number(name: str) -> int | None:
+    """Layer that a tensor belongs to; None for the head, embeddings and the like."""
+    found = _BLOCK.match(name)
+    return None if found is None else int(found[1])
+
+
 def is_matrix(name: str) -> bool:
     """Whether activations are multiplied by this weight, the embedding included: it may be the head."""
-    return _SPLIT.fullmatch(name) is not None or name == "token_embd.weight"
+    return is_split_name(name) or name == "token_embd.weight"
 
 
 def choose_base_type(asked: str, width: int) -> GgmlType | None:
@@ -90,36 +111,52 @@ def check_residual(bits: int, group: int) -> None:
         raise errors.ArgumentError(f"group {group}: a multiple of 32 from 32 to 1024 is allowed")
 
 
-def plan(source: Source, base_type: str, chosen: Mapping[str, str] | None = None) -> list[Split]:
+def plan(
+    source: Source, base_type: str, chosen: Mapping[str, str] | None = None, asked: Whole | None = None
+) -> list[Split]:
     """Decide for every tensor; a head tied to the embedding is added as ``output.weight``.
 
-    `chosen` names types of tensors for which `base_type` does not hold.
+    `chosen` names types of tensors for which `base_type` does not hold; those in `asked` stay whole.
     """
     types = chosen or {}
     last_block = source.hyperparameter("block_count", 1 << 31) - source.hyperparameter("nextn_predict_layers", 0)
-    splits = [_decide(t.name, t, types.get(t.name, base_type), last_block) for t in source.tensors.values()]
+    splits = [_decide(t.name, t, types.get(t.name, base_type), last_block, asked) for t in source.tensors.values()]
     embedding = source.tensors.get("token_embd.weight")
     if embedding is not None and "output.weight" not in source.tensors:
-        head = _decide("output.weight", embedding, types.get("output.weight", base_type), last_block)
-        if head.residual:
+        head = _decide("output.weight", embedding, types.get("output.weight", base_type), last_block, asked)
+        if head.residual or head.base.kind != embedding.kind:
             splits.append(head)
     return splits
 
 
-def _decide(name: str, source: SourceTensor, asked: str, last_block: int) -> Split:
+def _decide(name: str, source: SourceTensor, asked: str, last_block: int, kept: Whole | None = None) -> Split:
     whole = Tensor(name, source.kind, source.shape, 0, source.bytes)
-    block = _BLOCK.match(name)
-    if _SPLIT.fullmatch(name) is None or not 2 <= len(source.shape) <= 3:
+    block = block_number(name)
+    if not is_split_name(name) or not 2 <= len(source.shape) <= 3:
         return Split(whole, source, False, "not a matrix product")
-    if block is not None and int(block[1]) >= last_block:
+    if block is not None and block >= last_block:
         return Split(whole, source, False, "not in the main graph")
+    if kept is not None and name in kept.names:
+        return _whole(name, source, kept.kind)
     kind = choose_base_type(asked, source.width)
     if kind is None:
         return Split(whole, source, False, f"no type fits width {source.width}")
     if source.kind.bpw <= kind.bpw:
         return Split(whole, source, False, f"source has {source.kind.bpw:.3g} bits")
+    return Split(_typed(name, source, kind), source, True)
+
+
+def _whole(name: str, source: SourceTensor, asked: str) -> Split:
+    """Keep a matrix whole: in the type asked for if that is smaller than the source's and fits, else as it is."""
+    kind = source.kind if asked == "source" else ggml_type(asked)
+    if kind.bpw >= source.kind.bpw or source.width % kind.block:
+        kind = source.kind
+    return Split(_typed(name, source, kind), source, False, AS_ASKED)
+
+
+def _typed(name: str, source: SourceTensor, kind: GgmlType) -> Tensor:
     rows = source.weights // source.width
-    return Split(Tensor(name, kind, source.shape, 0, rows * kind.row_bytes(source.width)), source, True)
+    return Tensor(name, kind, source.shape, 0, rows * kind.row_bytes(source.width))
 
 
 def base_header(source: Source, splits: list[Split]) -> Gguf:
@@ -129,6 +166,10 @@ def base_header(source: Source, splits: list[Split]) -> Gguf:
         gguf.remove(key)
     gguf.set("twofold.format_version", FORMAT_VERSION)
     gguf.set("general.quantization_version", 2)
+    gguf.remove(WHOLE_KEY)
+    kept = [split.base.name for split in splits if split.reason == AS_ASKED]
+    if kept:
+        gguf.set(WHOLE_KEY, "\n".join(kept))
     kinds = Counter(split.base.kind.name for split in splits if split.residual)
     if kinds and kinds.most_common(1)[0][0] in _FILE_TYPES:
         gguf.set("general.file_type", _FILE_TYPES[kinds.most_common(1)[0][0]])

@@ -15,6 +15,7 @@ from twofold import errors
 from twofold._native import Floats
 from twofold.blocks import GgmlType, decode_residual, ggml_type, quantize, row_planes
 from twofold.engine import ResidualTensor
+from twofold.layout import WHOLE_KEY
 from twofold.metadata import Gguf
 from twofold.output import OutputFile, check_output, in_flight, row_chunks, writing
 from twofold.pairfile import Pair, open_pair
@@ -23,7 +24,7 @@ from twofold.source import Source, SourceTensor
 # Values of general.file_type (enum llama_ftype in llama.h).
 FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
 # ggml writes with its default alignment, whatever this key says; without it readers take the default too.
-_DROPPED_KEYS = ("twofold.format_version", "general.alignment")
+_DROPPED_KEYS = ("twofold.format_version", WHOLE_KEY, "general.alignment")
 _LARGEST_HALF = 65504.0
 
 

@@ -8,14 +8,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twofold.convert import Conversion, Error
-from twofold.metadata import Tensor
+from twofold.layout import AS_ASKED, WHOLE_KEY
+from twofold.metadata import Gguf, Tensor
 from twofold.pairfile import Pair, open_pair, residual_bytes
 from twofold.rounding import MANNERS
 
 _BLOCK = re.compile(r"^blk\.\d+\.|\.weight$")
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _HEADERS = {"full_error": "base+residual error"}
-_LEFT = ("draft", "kind", "source", "base", "tensor", "reason", "kinds", "shape", "model", "mode", "text", "strategy")
+_LEFT = (
+    "draft",
+    "kind",
+    "source",
+    "base",
+    "tensor",
+    "reason",
+    "kinds",
+    "shape",
+    "model",
+    "mode",
+    "text",
+    "strategy",
+    "note",
+)
 
 
 def size(count: float) -> str:
@@ -77,6 +92,7 @@ class Report:
     entries: list[Entry] = field(default_factory=list)
     converted: bool = False
     rounding: dict[str, int] = field(default_factory=dict)
+    chosen: str = ""  # how the VRAM is filled, where convert was asked to
 
     def split(self) -> list[Entry]:
         """Tensors that the residual completes."""
@@ -90,11 +106,12 @@ class Report:
 def inspect(pair: Pair) -> Report:
     """Describe a pair that was opened."""
     held = pair.residual.bits
+    kept = Gguf(pair.base).string(WHOLE_KEY, "").splitlines()
     entries = []
     for tensor in pair.tensors:
         completed = pair.completed.get(tensor.name)
         sizes = {b: residual_bytes(completed, b) for b in (4, 6, 8) if b <= held} if completed else {}
-        entries.append(Entry(tensor, sizes))
+        entries.append(Entry(tensor, sizes, reason=AS_ASKED if tensor.name in kept else "no residual"))
     files = (pair.base.stat().st_size, pair.residual.path.stat().st_size)
     paths = (str(pair.base), str(pair.residual.path))
     return Report(*paths, pair.architecture, held, pair.residual.group, files, entries)
@@ -110,7 +127,8 @@ def converted(done: Conversion) -> Report:
         error = done.errors.get(entry.base.name)
         entries.append(Entry(entry.base, entry.residual, split.source.kind.name, error, split.reason))
     rounding = {manner: list(done.manners.values()).count(manner) for manner in MANNERS}
-    return Report(**{**vars(report), "entries": entries, "converted": True, "rounding": rounding})
+    chosen = done.choice.text if done.choice else ""
+    return Report(**{**vars(report), "entries": entries, "converted": True, "rounding": rounding, "chosen": chosen})
 
 
 # ---- values ------------------------------------------------------------------------------------------
@@ -201,7 +219,7 @@ def as_dict(report: Report, *, with_tensors: bool = False) -> dict[str, Any]:
     values = {key: getattr(report, key) for key in ("base", "residual", "architecture", "bits", "group")}
     values |= {"kinds": kinds(report), "whole": whole(report), "totals": totals(report)}
     if report.converted:
-        values["rounding"] = report.rounding
+        values |= {"rounding": report.rounding, "vram": report.chosen or None}
     return values | ({"tensors": tensors(report)} if with_tensors else {})
 
 
@@ -263,4 +281,6 @@ def _totals_text(report: Report) -> str:
         count = report.rounding
         lines.append(("rounding", f"{count['feedback']} matrices with error feedback, {count['importance']} by "
                       f"importance, {count['plain']} plainly"))  # fmt: skip
+    if report.chosen:
+        lines.append(("VRAM", report.chosen))
     return "\n".join(f"{name:15}  {value}" for name, value in lines)
