@@ -105,16 +105,16 @@ def test_binary() -> None:
 
 @pytest.mark.parametrize("chosen", acceptance.SETS)
 def test_curves_pass_through_what_was_measured(chosen: str) -> None:
-    """Unless more bits yielded less, as 4.5 bits did at 24 drafts."""
+    """Unless more bits yielded less, as 4.5 bits did at 24 drafts beside 3.6."""
     found = acceptance.load(chosen)
     checked = 0
     for curve in found.curves:
         for k, tokens in zip(curve.depths.k, curve.depths.tokens, strict=True):
-            if (curve.bits, k) != (4.5, 24):
+            if (chosen, curve.bits, k) != ("plain", 4.5, 24):
                 assert found.tokens(curve.bits)[k] == pytest.approx(tokens, rel=1e-3)
                 checked += 1
     assert checked >= 11
-    assert found.tokens(4.5)[24] == pytest.approx(11.6, rel=1e-3)
+    assert found.tokens(4.5)[24] == pytest.approx(11.6 if chosen == "plain" else 11.0, rel=1e-3)
 
 
 @pytest.mark.parametrize("chosen", acceptance.SETS)
@@ -130,9 +130,9 @@ def test_more_bits_and_longer_drafts_never_yield_less(chosen: str) -> None:
 
 
 def test_between_curves_is_between_their_yields() -> None:
-    below, between, above = (KNOWN.tokens(bits)[12] for bits in (2.6, 2.75, 2.9))
+    below, between, above = (KNOWN.tokens(bits)[12] for bits in (2.625, 2.8, 3.0))
     assert below + 0.3 < between < above - 0.3
-    assert 3.31 < KNOWN.tokens(2.6)[4] < 4.55
+    assert 3.58 < KNOWN.tokens(2.625)[5] < 4.22
 
 
 def test_rates_of_acceptance() -> None:
