@@ -89,7 +89,20 @@ def auth(key: str = KEY) -> dict[str, str]:
 
 @contextmanager
 def served(pair: Path, *options: str) -> Iterator[Server]:
-    command = [sys.executable, "-m", "twofold", "serve", str(pair), "--port", "0", "--threads", "1", "--draft", "4", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "twofold",
+        "serve",
+        str(pair),
+        "--port",
+        "0",
+        "--threads",
+        "1",
+        "--draft",
+        "4",
+        *options,
+    ]
     environment = {**os.environ, "TWOFOLD_API_KEY": KEY, "OMP_WAIT_POLICY": "passive", "CONFIG_FILE": "/none"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr

@@ -146,17 +146,12 @@ def evaluate(arguments: Namespace) -> int:
         threads=arguments.threads or physical_cores(),
         gpu_layers=arguments.gpu_layers,
     )
-    if arguments.plot:
-        evalreport.load_pyplot()  # before the work, not after
-    for path in (arguments.json, arguments.plot):
-        if path and not Path(path).absolute().parent.is_dir():
-            raise errors.FileAccessError(f"{Path(path).absolute().parent}: no such folder")
+    out, picture = _path(arguments.json), _path(arguments.plot)
+    results.check_outputs(out, picture)
     rows = evaluation.evaluate(settings, progress=_progress(arguments))
     print(evalreport.render(rows, settings))
-    if arguments.json:
-        evalreport.write_json(Path(arguments.json), rows, evalreport.metadata(settings, arguments.command))
-    if arguments.plot:
-        evalreport.plot(Path(arguments.plot), rows)
+    found = {"metadata": evalreport.metadata(settings, arguments.command), "rows": evalreport.as_rows(rows)}
+    results.save(found, out, picture, lambda _: evalreport.plot(rows))
     return 0
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
-from pathlib import Path
 from typing import Any
 
-from twofold import divergence, errors, info, windows
+from twofold import divergence, info, results, windows
 from twofold.evalmodels import MODES, REFERENCE, Settings
 from twofold.evaluate import Row
 from twofold.report import table
@@ -79,51 +76,27 @@ def metadata(settings: Settings, command: list[str]) -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, rows: list[Row], about: dict[str, Any]) -> None:
-    """Write metadata and rows.
-
-    Raises
-    ------
-    FileAccessError
-        if the file cannot be written.
-    """
-    values = [{key: row.values[key] for key in _KEYS} for row in rows]
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        temporary.write_text(json.dumps({"metadata": about, "rows": values}, indent=1) + "\n")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise errors.FileAccessError(f"{path}: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+def as_rows(rows: list[Row]) -> list[dict[str, Any]]:
+    """Return the rows for JSON."""
+    return [{key: row.values[key] for key in _KEYS} for row in rows]
 
 
-def load_pyplot() -> Any:
-    """Return matplotlib's pyplot, which draws without a display; ArgumentError if it is not installed."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise errors.ArgumentError("--plot needs matplotlib: pip install twofold[plot]") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def plot(path: Path, rows: list[Row]) -> None:
+def plot(rows: list[Row]) -> Any:
     """Draw mean KLD over all texts against bits a weight in RAM: a panel for each mode, a colour for each pair.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
 
     Raises
     ------
     ArgumentError
         if matplotlib is not installed.
-    FileAccessError
-        if the file cannot be written.
     """
-    pyplot = load_pyplot()
     pooled = [row for row in rows if row.values["text"] == "all"]
     modes = [mode for mode in MODES if any(r.values["mode"] == mode for r in pooled if r.group != REFERENCE)]
-    figure, panels = pyplot.subplots(1, len(modes), figsize=(6 * len(modes), 4.5), sharey=True, squeeze=False)
+    figure = results.figure(width=6 * len(modes))
+    panels = figure.subplots(1, len(modes), sharey=True, squeeze=False)
     floor = next(row.values["kld_mean"] for row in pooled if row.group == REFERENCE)
     groups = list(dict.fromkeys(row.group for row in pooled if row.group != REFERENCE))
     for panel, mode in zip(panels[0], modes, strict=True):
@@ -136,13 +109,7 @@ def plot(path: Path, rows: list[Row]) -> None:
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("mean KL divergence (nats)")
     panels[0][-1].legend()
-    figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise errors.FileAccessError(f"{path}: {error}") from error
-    finally:
-        pyplot.close(figure)
+    return figure
 
 
 def _draw(panel: Any, group: str, points: list[dict[str, Any]], colour: str) -> None:
