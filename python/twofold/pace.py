@@ -15,7 +15,7 @@ import numpy as np
 
 _EDGES = np.array([0.2, 0.4, 0.6, 0.75, 0.85, 0.92, 0.96, 0.99])  # of confidence
 _PRIOR = np.array([0.1, 0.3, 0.5, 0.65, 0.75, 0.85, 0.9, 0.95, 0.98])  # acceptance in between, at first
-_PRIOR_WEIGHT = 4.0  # draft tokens that the prior counts for
+_PRIOR_WEIGHT = 1.0  # draft tokens that each share of the prior counts for
 _MEMORY = 0.99  # what a later draft token leaves of an earlier one's weight
 _SMOOTH = 0.1  # share of the latest in running means of seconds
 _FIRST_REST, _LONGEST_REST = 16, 64  # plain rounds before drafting is tried again
