@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,3 +27,11 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_pair(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The base of the pair made from `tiny_llama`."""
     return convert(tiny_llama, tmp_path_factory.mktemp("pair") / "llama").base
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> Iterator[None]:
+    """A shell that starts the tests in the background makes them ignore Ctrl-C, which some of them send."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
