@@ -98,7 +98,7 @@ class Auto:
             return 0 if self._resting else min(1, most)
         if np.isnan(self.draft_s):
             return min(2, most)
-        if not self._pays(0):
+        if not self._pays(self._plain_rate()):  # what it would give up
             self._resting = self._rest
             self._rest = min(2 * self._rest, _LONGEST_REST)
             return 0
@@ -110,12 +110,19 @@ class Auto:
         found = int(np.searchsorted(_EDGES, confidence()))
         self._bins.append(found)
         self._path *= float(self._kept[found] / self._tries[found])
-        return bool(np.isnan(self.draft_s)) or self._pays(len(self._bins))
+        return bool(np.isnan(self.draft_s)) or self._pays(self._rate())
 
-    def _pays(self, drafted: int) -> bool:
+    def _pays(self, rate: float) -> bool:
         ahead = float(self._kept.sum() / self._tries.sum())
-        more = self._check(drafted + 2) - self._check(drafted + 1)
-        return self._path * ahead > self._rate() * (self.draft_s + max(more, 0.0))
+        return self._path * ahead > rate * (self.draft_s + self._slope())
+
+    def _slope(self) -> float:
+        """Seconds that one more token adds to a check: of a line through all widths measured, since each is noisy."""
+        known = np.flatnonzero(~np.isnan(self.check_s))
+        if len(known) < 2:
+            return 0.0
+        away = known - known.mean()
+        return max(float(away @ self.check_s[known] / (away @ away)), 0.0)
 
     def _check(self, width: int) -> float:
         """Seconds of a check of `width` tokens: measured, or on the line through the nearest measured."""
@@ -129,10 +136,12 @@ class Auto:
             return float(self.check_s[known[-1]] + max(slope, 0.0) * (width - known[-1]))
         return float(np.interp(width, known, self.check_s[known]))
 
+    def _plain_rate(self) -> float:
+        return 1.0 / self._check(1) if self._check(1) > 0 else 0.0
+
     def _rate(self) -> float:
         """Tokens a second: of late, at least those of plain decoding."""
-        plain = 1.0 / self._check(1) if self._check(1) > 0 else 0.0
-        return max(plain, self._tokens / self._seconds if self._seconds > 0 else 0.0)
+        return max(self._plain_rate(), self._tokens / self._seconds if self._seconds > 0 else 0.0)
 
     def end(self, drafted: int, draft_s: float, check_s: float) -> None:
         """Take the seconds of a round."""
