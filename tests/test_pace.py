@@ -69,12 +69,13 @@ def test_confidence_beats_every_fixed_length() -> None:
 
 
 def test_costs_are_learned() -> None:
-    """The seconds of drafts and checks, those of widths never tried by interpolation."""
+    """The seconds of drafts and checks, and what one more token adds to a check."""
     pace = Auto(LONGEST)
     rate(pace, 0.01, lambda width: 0.03 + 0.002 * width, mixed)
     assert pace.draft_s == pytest.approx(0.01)
-    assert pace._check(3) == pytest.approx(0.036, rel=0.02)
-    assert pace._check(40) > pace._check(17) > pace._check(1)
+    assert pace.check_s[1] == pytest.approx(0.032)
+    assert pace._slope() == pytest.approx(0.002)
+    assert pace._plain_rate() == pytest.approx(1 / 0.032)
 
 
 def test_a_change_of_text_is_noticed() -> None:

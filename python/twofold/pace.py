@@ -124,20 +124,10 @@ class Auto:
         away = known - known.mean()
         return max(float(away @ self.check_s[known] / (away @ away)), 0.0)
 
-    def _check(self, width: int) -> float:
-        """Seconds of a check of `width` tokens: measured, or on the line through the nearest measured."""
-        known = np.flatnonzero(~np.isnan(self.check_s))
-        if len(known) == 0:
-            return 0.0
-        if len(known) == 1 or width <= known[0]:
-            return float(self.check_s[known[0]])
-        if width > known[-1]:
-            slope = (self.check_s[known[-1]] - self.check_s[known[0]]) / (known[-1] - known[0])
-            return float(self.check_s[known[-1]] + max(slope, 0.0) * (width - known[-1]))
-        return float(np.interp(width, known, self.check_s[known]))
-
     def _plain_rate(self) -> float:
-        return 1.0 / self._check(1) if self._check(1) > 0 else 0.0
+        """Tokens a second without drafts: by the narrowest check measured."""
+        known = self.check_s[~np.isnan(self.check_s)]
+        return float(1.0 / known[0]) if len(known) else 0.0
 
     def _rate(self) -> float:
         """Tokens a second: of late, at least those of plain decoding."""
