@@ -128,9 +128,20 @@ tf_status tf_residual_encode(const float *residual, const tf_planes *out) {
     return TF_OK;
 }
 
+tf_status tf_residual_scales(const float *residual, int64_t rows, int64_t width, int32_t group, int32_t bits,
+                             uint16_t *scales) {
+    tf_status status = tf_check_shape(rows, width, group, bits);
+    for (int64_t row = 0; row < rows && status == TF_OK; row++) {
+        for (int64_t first = 0; first < width; first += group) {
+            const int64_t n = width - first < group ? width - first : group;
+            *scales++ = group_scale(residual + row * width + first, n, bits);
+        }
+    }
+    return status;
+}
+
 tf_status tf_residual_round(float *values, int64_t rows, int64_t stride, int64_t n, const float *factor,
-                            int64_t factor_stride, int32_t bits, uint8_t *codes, uint16_t *scales, int64_t scale_stride,
-                            float *lost) {
+                            int64_t factor_stride, int32_t bits, const uint16_t *scales, uint8_t *codes, float *lost) {
     tf_status status = tf_check_shape(rows, TF_WIDTH_MULTIPLE, TF_WIDTH_MULTIPLE, bits);
     if (status == TF_OK && (n < 1 || n > stride || n > factor_stride)) {
         status = tf_fail(TF_ERR_ARGUMENT, "%lld columns of %lld, with a factor of %lld", (long long)n,
@@ -143,10 +154,8 @@ tf_status tf_residual_round(float *values, int64_t rows, int64_t stride, int64_t
     const uint8_t mask = (uint8_t)(0xff << (8 - bits));
     for (int64_t row = 0; row < rows; row++) {
         float *v = values + row * stride, *e = lost + row * n;
-        const uint16_t half = group_scale(v, n, bits);
-        const float scale = tf_half_to_float(half);
-        scales[row * scale_stride] = half;
         for (int64_t i = 0; i < n; i++) {
+            const float scale = tf_half_to_float(scales[row * stride + i]);
             const uint8_t code = encode(v[i], scale) & mask;
             const float value = scale / 128.0f * ((float)code + offset);
             const float *f = factor + i * factor_stride;

@@ -7,7 +7,7 @@
  *
  * Every function that returns tf_status leaves a message for tf_error() when it is not TF_OK. */
 
-enum { TF_ABI = 2 };
+enum { TF_ABI = 3 };
 
 typedef enum tf_status {
     TF_OK = 0,
@@ -111,14 +111,16 @@ typedef struct tf_planes {
 int64_t tf_plane_bytes(int64_t rows, int64_t width, int32_t group, int32_t plane);
 /* residual: float32 [rows][width]; fills the planes that out->bits needs. */
 tf_status tf_residual_encode(const float *residual, const tf_planes *out);
-/* One group of every row, rounded column by column; what a column loses is made up for in the group's later ones.
- * values: float32 [rows][stride], of which n are the group's; they change as they are rounded.
+/* The scales that tf_residual_encode takes: float16 [rows][groups]. */
+tf_status tf_residual_scales(const float *residual, int64_t rows, int64_t width, int32_t group, int32_t bits,
+                             uint16_t *scales);
+/* n columns of every row, rounded one by one; what a column loses is made up for in the later of them.
+ * values: float32 [rows][stride], of which the first n columns are meant; they change as they are rounded.
  * factor: [n][factor_stride], the upper triangle of its first n columns (docs/algorithm.md, "Error feedback").
- * codes: [rows][stride], scales: [rows][scale_stride] float16, lost: [rows][n], error / factor's diagonal. */
+ * scales: [rows][stride] float16, of each value; codes: [rows][stride]; lost: [rows][n], error / factor's diagonal. */
 tf_status tf_residual_round(float *values, int64_t rows, int64_t stride, int64_t n, const float *factor,
-                            int64_t factor_stride, int32_t bits, uint8_t *codes, uint16_t *scales, int64_t scale_stride,
-                            float *lost);
-/* Codes [rows][width] and scales [rows][groups], as tf_residual_round gives them, put into the planes. */
+                            int64_t factor_stride, int32_t bits, const uint16_t *scales, uint8_t *codes, float *lost);
+/* Codes [rows][width] and scales [rows][groups] put into the planes. */
 tf_status tf_residual_pack(const uint8_t *codes, const uint16_t *scales, const tf_planes *out);
 /* out: float32 [rows][width]. */
 tf_status tf_residual_decode(const tf_planes *planes, float *out);

@@ -228,7 +228,7 @@ def test_damaged_moments_name_their_file(made: Calibration, tmp_path: Path) -> N
     made.moments[Q][0, 3, 4] = np.nan
     calibration.save(made, tmp_path / "bad.gguf")
     with pytest.raises(errors.FormatError, match=rf"bad\.gguf.*{Q}.*not finite"):
-        calibration.load(tmp_path / "bad.gguf").factor(K)
+        calibration.load(tmp_path / "bad.gguf").factor(K, 0.5)
 
 
 def test_each_factor_is_worked_out_once_by_many_threads(made: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,13 +238,13 @@ def test_each_factor_is_worked_out_once_by_many_threads(made: Calibration, monke
         made.sums[name], made.moments[name], made.moments_of[name] = made.sums[Q], moments(1, 64), name
     started, working, most = [], [], []
 
-    def factor(self: Calibration, name: str) -> Factor:
+    def factor(self: Calibration, name: str, damping: float, *, largest_first: bool) -> Factor:
         started.append(name)
         working.append(name)
         time.sleep(0.05)
         most.append(len(working))
         working.remove(name)
-        return Factor(self.moments[name])
+        return Factor(self.moments[name], damping, largest_first=largest_first)
 
     monkeypatch.setattr(Calibration, "factor", factor)
     rounding = Rounding(made, 64, 8, workers=3)

@@ -13,7 +13,9 @@ LONGEST = 16
 Text = Callable[[np.random.Generator], float]
 
 
-def rate(pace: Pace, draft_s: float, check_s: Callable[[int], float], text: Text, rounds: int = 1500) -> float:
+def rate(
+    pace: Pace, draft_s: float, check_s: Callable[[int], float], text: Text, rounds: int = 1500, first_s: float = 0.0
+) -> float:
     """Tokens a second; `text` draws a draft token's confidence, which is also how often it is kept."""
     random = np.random.default_rng(7)
     tokens = seconds = 0.0
@@ -27,7 +29,7 @@ def rate(pace: Pace, draft_s: float, check_s: Callable[[int], float], text: Text
             kept += whole
             if not pace.goes_on(lambda sure=sure: sure):
                 break
-        times = drafted * draft_s, check_s(drafted + 1)
+        times = drafted * draft_s + first_s * bool(drafted), check_s(drafted + 1)
         pace.end(drafted, *times)
         pace.outcome(kept)
         tokens += kept + 1
@@ -51,15 +53,16 @@ def certain(random: np.random.Generator) -> float:
 
 
 @pytest.mark.parametrize("text", [mixed, hopeless, certain])
+@pytest.mark.parametrize("first_s", [0.0, 0.01])
 @pytest.mark.parametrize(("draft_s", "slope"), [(0.01, 0.003), (0.03, 0.02), (0.002, 0.0005), (0.012, 0.031)])
-def test_auto_is_as_good_as_the_best_fixed_length(text: Text, draft_s: float, slope: float) -> None:
+def test_auto_is_as_good_as_the_best_fixed_length(text: Text, draft_s: float, slope: float, first_s: float) -> None:
     """Within 3 % of the best of all fixed lengths, none among them, whatever that is."""
 
     def check_s(width: int) -> float:
         return 0.032 + slope * (width - 1)
 
-    fixed = [rate(Fixed(k), draft_s, check_s, text) for k in range(LONGEST + 1)]
-    assert rate(Auto(LONGEST), draft_s, check_s, text) > 0.97 * max(fixed)
+    fixed = [rate(Fixed(k), draft_s, check_s, text, first_s=first_s) for k in range(LONGEST + 1)]
+    assert rate(Auto(LONGEST), draft_s, check_s, text, first_s=first_s) > 0.97 * max(fixed)
 
 
 def test_confidence_beats_every_fixed_length() -> None:
@@ -71,10 +74,9 @@ def test_confidence_beats_every_fixed_length() -> None:
 def test_costs_are_learned() -> None:
     """The seconds of drafts and checks, and what one more token adds to a check."""
     pace = Auto(LONGEST)
-    rate(pace, 0.01, lambda width: 0.03 + 0.002 * width, mixed)
-    assert pace.draft_s == pytest.approx(0.01)
-    assert pace.check_s[1] == pytest.approx(0.032)
-    assert pace._slope() == pytest.approx(0.002)
+    rate(pace, 0.01, lambda width: 0.03 + 0.002 * width, mixed, first_s=0.004)
+    assert pace.drafts.line() == pytest.approx((0.004, 0.01))
+    assert pace.checks.line() == pytest.approx((0.03, 0.002))
     assert pace._plain_rate() == pytest.approx(1 / 0.032)
 
 

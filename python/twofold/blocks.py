@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from twofold import errors
 from twofold._native import Bytes, Floats, bytes_pointer, check, ffi, floats_pointer, lib, text
+
+Order: TypeAlias = npt.NDArray[np.intp]  # of columns
 
 
 @dataclass(frozen=True)
@@ -163,47 +166,63 @@ def _empty_planes(shape: tuple[int, ...], group: int, bits: int) -> Planes:
 
 
 class Rounder:
-    """Rounds a residual group by group, so that what one group loses can be made up for in later ones."""
+    """Rounds a residual column by column in any order, so that what one loses can be made up for in later ones."""
 
-    def __init__(self, residual: Floats, group: int, bits: int) -> None:
-        """Take float32 ``(rows, width)``, which :meth:`round` changes."""
+    def __init__(self, residual: Floats, group: int, bits: int, order: Order) -> None:
+        """Take float32 ``(rows, width)`` and the order of its columns, int64 ``(width,)``.
+
+        The scales are those of plain rounding, whatever is made up for later.
+
+        Attributes
+        ----------
+        values
+            float32 ``(rows, width)``, the columns in that order; :meth:`round` and its caller change them.
+
+        Raises
+        ------
+        ArgumentError
+            if bits, group or width are not ones the format allows.
+        """
         rows, width = residual.shape
-        self._values, self._bits = residual, bits
-        self._codes = np.empty((rows, width), np.uint8)
+        self._group, self._bits, self._order = group, bits, order
         self._scales = np.empty((rows, -(-width // group)), np.uint16)
-        self._group = group
+        scales = ffi.from_buffer("uint16_t[]", self._scales)
+        check(lib.tf_residual_scales(floats_pointer(residual), rows, width, group, bits, scales))
+        self.values = np.ascontiguousarray(residual[:, order])
+        self._column_scales = np.ascontiguousarray(self._scales[:, order // group])
+        self._codes = np.empty((rows, width), np.uint8)
 
     def round(self, first: int, last: int, factor: Floats) -> Floats:
-        """Round columns `first` to `last`, one group; return what they lost, float32 ``(rows, last - first)``.
+        """Round columns `first` to `last` of the order; return what they lost, float32 ``(rows, last - first)``.
 
         `factor` is the upper triangle ``(n, n)`` of these columns, whose rows say how each loss is spread over the
         columns after it; losses are in units of its diagonal.
         """
-        rows, width = self._values.shape
+        rows, width = self.values.shape
         lost = np.empty((rows, last - first), np.float32)
-        group = first // self._group
         check(
             lib.tf_residual_round(
-                floats_pointer(self._values) + first,
+                floats_pointer(self.values) + first,
                 rows,
                 width,
                 last - first,
                 floats_pointer(factor),
                 factor.shape[1],
                 self._bits,
+                ffi.from_buffer("uint16_t[]", self._column_scales) + first,
                 bytes_pointer(self._codes) + first,
-                ffi.from_buffer("uint16_t[]", self._scales) + group,
-                self._scales.shape[1],
                 floats_pointer(lost),
             )
         )
         return lost
 
     def planes(self) -> Planes:
-        """Put the codes of all groups into planes."""
-        planes = _empty_planes(self._values.shape, self._group, self._bits)
+        """Put the codes of all columns into planes."""
+        codes = np.empty_like(self._codes)
+        codes[:, self._order] = self._codes
+        planes = _empty_planes(self.values.shape, self._group, self._bits)
         scales = ffi.from_buffer("uint16_t[]", self._scales)
-        check(lib.tf_residual_pack(bytes_pointer(self._codes), scales, planes.c_struct(self._bits)))
+        check(lib.tf_residual_pack(bytes_pointer(codes), scales, planes.c_struct(self._bits)))
         return planes
 
 

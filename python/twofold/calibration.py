@@ -106,8 +106,8 @@ class Calibration:
         key = self.moments_key(name)
         return self.moments[key].shape[1] if key else 0
 
-    def factor(self, name: str) -> Factor:
-        """Return the factor for error feedback of a matrix that has moments.
+    def factor(self, name: str, damping: float, *, largest_first: bool = False) -> Factor:
+        """Return the factor for error feedback of a matrix that has moments (:class:`twofold.feedback.Factor`).
 
         Raises
         ------
@@ -116,7 +116,7 @@ class Calibration:
         """
         key = self.moments_key(name)
         try:
-            return Factor(self.moments[key])
+            return Factor(self.moments[key], damping, largest_first=largest_first)
         except ValueError as error:
             raise errors.FormatError(f"{self.origin}: the second moments of {key} are damaged: {error}") from error
 

@@ -13,18 +13,30 @@ import numpy as np
 import numpy.typing as npt
 
 from twofold._native import Bytes, Floats
-from twofold.blocks import GgmlType, Planes, Rounder, dequantize, quantize
+from twofold.blocks import GgmlType, Order, Planes, Rounder, dequantize, quantize
 
-# Share of the mean square that is added to each input's own: more keeps the residual small and trusts a short
-# calibration less. Up to here drafts lose nothing on texts other than the calibration's (docs/log.md).
-DAMPING = 0.5
+# Shares of the mean square that are added to each input's own: more trusts a short calibration less and, in the base,
+# keeps the residual small. Up to here drafts lose nothing on texts other than the calibration's (docs/log.md).
+BASE_DAMPING, RESIDUAL_DAMPING = 1.0, 0.5
+_PIECE = 128  # columns after which losses are spread over all later ones at once
 
 
 class Factor:
-    """Upper factors of the inverse second moments, one for each block along the diagonal."""
+    """Upper factors of the inverse second moments, one for each block along the diagonal.
 
-    def __init__(self, moments: Floats, damping: float = DAMPING) -> None:
+    Attributes
+    ----------
+    block
+        width of the blocks.
+    order
+        int64 ``(width,)``, the columns in the order in which they are rounded: block by block.
+    """
+
+    def __init__(self, moments: Floats, damping: float, *, largest_first: bool = False) -> None:
         """Take float32 ``(blocks, block, block)``; sums will do, their scale does not matter.
+
+        With `largest_first`, columns with the largest inputs come first within a block: many are left then to make up
+        for what these lose (as "act-order" does in Frantar et al.'s program).
 
         Raises
         ------
@@ -32,7 +44,10 @@ class Factor:
             if they are not finite, or no second moments of anything.
         """
         self.block = moments.shape[1]
-        self._upper = [_upper_factor(part, damping) for part in moments]
+        orders = [_order(part, largest_first) for part in moments]
+        self.order: Order = np.concatenate([i * self.block + order for i, order in enumerate(orders)])
+        pairs = zip(moments, orders, strict=True)
+        self._upper = [_upper_factor(part[np.ix_(order, order)], damping) for part, order in pairs]
 
     def spread(self, values: Floats, first: int, last: int, lost: Floats) -> None:
         """Make up in the later columns of `values` for what `first` to `last` lost (in units of the diagonal)."""
@@ -55,6 +70,10 @@ class Factor:
     def _of(self, column: int) -> tuple[Floats, int]:
         index = column // self.block
         return self._upper[index], index * self.block
+
+
+def _order(moments: Floats, largest_first: bool) -> Order:
+    return np.argsort(-np.diagonal(moments), kind="stable") if largest_first else np.arange(len(moments))
 
 
 def _upper_factor(moments: Floats, damping: float) -> Floats:
@@ -96,7 +115,7 @@ def round_base(weights: Floats, kind: GgmlType, importance: Floats, factor: Fact
     importance
         float32 ``(width,)``, mean squares of the inputs.
     factor
-        Of the inputs' second moments.
+        Of the inputs' second moments, in the order of the columns.
 
     Returns
     -------
@@ -124,8 +143,7 @@ def round_residual(residual: Floats, group: int, bits: int, factor: Factor) -> P
     ArgumentError
         if bits or group are not ones the format allows.
     """
-    values = residual.copy()
-    rounder = Rounder(values, group, bits)
-    for first, last in factor.pieces(group):
-        factor.spread(values, first, last, rounder.round(first, last, factor.corner(first, last)))
+    rounder = Rounder(residual, group, bits, factor.order)
+    for first, last in factor.pieces(_PIECE):
+        factor.spread(rounder.values, first, last, rounder.round(first, last, factor.corner(first, last)))
     return rounder.planes()

@@ -1,24 +1,27 @@
 """How far to draft: as far as one more token is worth its time.
 
 A token drafted next is kept with some probability, P x a: all before it have to be kept as well. It costs the time of
-a draft and what it adds to the check. At the rate of r tokens a second that time is worth r x cost tokens, so drafting
-goes on while P x a > r x cost (the stopping rule of renewal-reward processes: Ross, Stochastic Processes, 1996,
-chapter 3). Costs and acceptance are those measured so far; acceptance is kept by the draft's own confidence.
+one more draft token and what that adds to the check. At the rate of r tokens a second that time is worth r x cost
+tokens, so drafting goes on while P x a > r x cost (the stopping rule of renewal-reward processes: Ross, Stochastic
+Processes, 1996, chapter 3). Costs and acceptance are those measured so far; acceptance is kept by the draft's own
+confidence. A draft costs something before its first token too (llama.cpp builds another graph), which is spent once it
+has begun, so it counts only where the question is whether to draft at all.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 
-_EDGES = np.array([0.2, 0.4, 0.6, 0.75, 0.85, 0.92, 0.96, 0.99])  # of confidence
+_EDGES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.92, 0.96, 0.99)  # of confidence
 _PRIOR = np.array([0.1, 0.3, 0.5, 0.65, 0.75, 0.85, 0.9, 0.95, 0.98])  # acceptance in between, at first
 _PRIOR_WEIGHT = 1.0  # draft tokens that each share of the prior counts for
 _MEMORY = 0.99  # what a later draft token leaves of an earlier one's weight
 _SMOOTH = 0.1  # share of the latest in running means of seconds
-_FIRST_REST, _LONGEST_REST = 16, 64  # plain rounds before drafting is tried again
+_FIRST_REST, _LONGEST_REST = 16, 128  # plain rounds before drafting is tried again
 _REFRESH = 256  # rounds after which plain decoding is measured again
 
 
@@ -59,6 +62,44 @@ class Fixed:
         """Nothing to learn."""
 
 
+class Costs:
+    """Running means of seconds, by number of tokens."""
+
+    def __init__(self, longest: int) -> None:
+        self._mean = np.zeros(longest + 1)
+        self._weight = np.zeros(longest + 1)  # of measurements
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was measured."""
+        return bool(self._weight.any())
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Take a measurement; one stall of a busy machine counts at most as twice the mean."""
+        weight = self._weight[tokens] = min(self._weight[tokens] + 1.0, 1.0 / _SMOOTH)
+        most = 2.0 * self._mean[tokens] if weight > 1.0 else seconds
+        self._mean[tokens] += (min(seconds, most) - self._mean[tokens]) / weight
+
+    def narrowest(self) -> float:
+        """Return the seconds for the fewest tokens that were measured, 0 before that."""
+        found = np.flatnonzero(self._weight)
+        return float(self._mean[found[0]]) if len(found) else 0.0
+
+    def line(self) -> tuple[float, float]:
+        """Return seconds at no tokens and for each token, of a line through all numbers, since each is noisy."""
+        found = np.flatnonzero(self._weight)
+        if not len(found):
+            return 0.0, 0.0
+        weight, mean = self._weight[found], self._mean[found]
+        middle, height = np.average(found, weights=weight), np.average(mean, weights=weight)
+        away = found - middle
+        spread = float((weight * away) @ away)
+        if spread == 0.0:
+            return 0.0, float(height / middle)
+        slope = min(max(float((weight * away) @ mean) / spread, 0.0), float(height / middle))
+        return float(height - slope * middle), slope
+
+
 class Auto:
     """As many as pay, none if none pays.
 
@@ -66,21 +107,25 @@ class Auto:
     ----------
     acceptance
         by bin of confidence: probability that a draft token is kept, if those before it are.
-    draft_s, check_s
-        seconds of a draft token, and of a check by its number of tokens (NaN where not measured).
+    drafts, checks
+        seconds of drafts and of checks by their number of tokens.
     """
 
     def __init__(self, longest: int) -> None:
         self._tries = np.full(len(_PRIOR), _PRIOR_WEIGHT)
         self._kept = _PRIOR * _PRIOR_WEIGHT
-        self.draft_s = np.nan
-        self.check_s = np.full(longest + 2, np.nan)
+        self.drafts, self.checks = Costs(longest + 1), Costs(longest + 2)
+        self._longest = longest
         self._tokens, self._seconds = 0.0, 0.0  # of late, for the rate
         self._bins: list[int] = []
         self._path = 1.0
         self._round = 0
         self._rest, self._resting = _FIRST_REST, 0
-        self._last = (0, 0.0)
+        self._seconds_of_round = 0.0
+        # What follows from the above, once a round, since questions come with every token.
+        self._ahead = 0.0  # probability that a draft token is kept if those before it are, whatever its confidence
+        self._begin_s, self._another_s = 0.0, 0.0  # a draft costs; one more token costs, in the draft and in the check
+        self._worth = 0.0  # tokens a second that its time would make otherwise
 
     @property
     def acceptance(self) -> np.ndarray:
@@ -96,9 +141,9 @@ class Auto:
         if self._resting:
             self._resting -= 1
             return 0 if self._resting else min(1, most)
-        if np.isnan(self.draft_s):
+        if not self.drafts.known:
             return min(2, most)
-        if not self._pays(self._plain_rate()):  # what it would give up
+        if not self._some_length_pays():
             self._resting = self._rest
             self._rest = min(2 * self._rest, _LONGEST_REST)
             return 0
@@ -107,27 +152,24 @@ class Auto:
 
     def goes_on(self, confidence: Callable[[], float]) -> bool:
         """Whether the next draft token is worth its time, after one of this confidence."""
-        found = int(np.searchsorted(_EDGES, confidence()))
+        found = bisect_left(_EDGES, confidence())
         self._bins.append(found)
         self._path *= float(self._kept[found] / self._tries[found])
-        return bool(np.isnan(self.draft_s)) or self._pays(self._rate())
+        if not self.drafts.known:
+            return True
+        return self._path * self._ahead > self._worth * self._another_s
 
-    def _pays(self, rate: float) -> bool:
-        ahead = float(self._kept.sum() / self._tries.sum())
-        return self._path * ahead > rate * (self.draft_s + self._slope())
-
-    def _slope(self) -> float:
-        """Seconds that one more token adds to a check: of a line through all widths measured, since each is noisy."""
-        known = np.flatnonzero(~np.isnan(self.check_s))
-        if len(known) < 2:
-            return 0.0
-        away = known - known.mean()
-        return max(float(away @ self.check_s[known] / (away @ away)), 0.0)
+    def _some_length_pays(self) -> bool:
+        """Whether a draft of any length is worth its time at the rate of plain decoding, which it would give up."""
+        lengths = np.arange(1, self._longest + 1)
+        gained = np.cumsum(self._ahead**lengths)
+        spent = self._begin_s + lengths * self._another_s
+        return bool((gained > self._plain_rate() * spent).any())
 
     def _plain_rate(self) -> float:
         """Tokens a second without drafts: by the narrowest check measured."""
-        known = self.check_s[~np.isnan(self.check_s)]
-        return float(1.0 / known[0]) if len(known) else 0.0
+        narrowest = self.checks.narrowest()
+        return 1.0 / narrowest if narrowest else 0.0
 
     def _rate(self) -> float:
         """Tokens a second: of late, at least those of plain decoding."""
@@ -135,10 +177,14 @@ class Auto:
 
     def end(self, drafted: int, draft_s: float, check_s: float) -> None:
         """Take the seconds of a round."""
-        self._last = (drafted, draft_s + check_s)
+        self._seconds_of_round = draft_s + check_s
         if drafted:
-            self.draft_s = _smooth(self.draft_s, draft_s / drafted)
-        self.check_s[drafted + 1] = _smooth(self.check_s[drafted + 1], check_s)
+            self.drafts.add(drafted, draft_s)
+        self.checks.add(drafted + 1, check_s)
+        self._begin_s, draft_slope = self.drafts.line()
+        self._another_s = draft_slope + self.checks.line()[1]
+        self._worth = self._rate()
+        self._ahead = float(self._kept.sum() / self._tries.sum())
 
     def outcome(self, kept: int) -> None:
         """Take how many draft tokens were kept."""
@@ -148,14 +194,8 @@ class Auto:
             self._tries[found] += 1.0
             self._kept[found] += float(place < kept)
         self._tries, self._kept = _with_prior(self._tries, self._kept)
-        _, seconds = self._last
         self._tokens = self._tokens * (1 - _SMOOTH) + (kept + 1) * _SMOOTH
-        self._seconds = self._seconds * (1 - _SMOOTH) + seconds * _SMOOTH
-
-
-def _smooth(mean: float, value: float) -> float:
-    """Return the running mean; one stall of a busy machine counts at most as twice the mean."""
-    return value if np.isnan(mean) else float(mean + _SMOOTH * (min(value, 2.0 * mean) - mean))
+        self._seconds = self._seconds * (1 - _SMOOTH) + self._seconds_of_round * _SMOOTH
 
 
 def _with_prior(tries: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

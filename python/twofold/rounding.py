@@ -11,7 +11,7 @@ from twofold import errors
 from twofold._native import Bytes, Floats
 from twofold.blocks import GgmlType, Planes, dequantize, encode_residual, quantize
 from twofold.calibration import Calibration
-from twofold.feedback import Factor, round_base, round_residual
+from twofold.feedback import BASE_DAMPING, RESIDUAL_DAMPING, Factor, round_base, round_residual
 from twofold.layout import Split
 
 MANNERS = ("feedback", "importance", "plain")
@@ -37,8 +37,10 @@ class Rounding:
         """
         self._calibration, self._feedback = calibration, feedback
         self.group, self.bits = group, bits
-        self._factors: OrderedDict[str, _Entry] = OrderedDict()
-        self._kept = workers + 1  # a matrix in work for each, and one between two of its chunks
+        self._factors: OrderedDict[tuple[str, bool], _Entry] = OrderedDict()
+        self._kept = 2 * (
+            workers + 1
+        )  # base's and residual's: a matrix in work for each, one between two of its chunks
         self._lock = threading.Lock()
 
     def manner(self, name: str, experts: int) -> str:
@@ -89,7 +91,7 @@ class Rounding:
         # tenth off the error of q2_k, and the smallest types cannot be made without.
         scaled = np.ones(weights.shape[1], np.float32) if importance is None else importance
         if self._has_feedback(name, experts):
-            blocks, rounded = round_base(weights, kind, scaled, self._factor(name))
+            blocks, rounded = round_base(weights, kind, scaled, self._factor(name, of_base=True))
             return np.ravel(blocks), rounded
         flat = quantize(weights, kind, scaled)
         return flat, dequantize(flat, kind, weights.shape)
@@ -103,7 +105,7 @@ class Rounding:
             if the calibration is damaged.
         """
         if self._has_feedback(name, experts):
-            return round_residual(residual, self.group, self.bits, self._factor(name))
+            return round_residual(residual, self.group, self.bits, self._factor(name, of_base=False))
         return encode_residual(residual, self.group, self.bits)
 
     def _has_feedback(self, name: str, experts: int) -> bool:
@@ -112,9 +114,9 @@ class Rounding:
             return False
         return calibration.knows(name) and calibration.moments_key(name) != ""
 
-    def _factor(self, name: str) -> Factor:
+    def _factor(self, name: str, *, of_base: bool) -> Factor:
         assert self._calibration is not None
-        key = self._calibration.moments_key(name)
+        key = self._calibration.moments_key(name), of_base
         with self._lock:
             entry = self._factors.setdefault(key, _Entry())
             self._factors.move_to_end(key)
@@ -122,5 +124,7 @@ class Rounding:
                 self._factors.popitem(last=False)
         with entry.lock:
             if entry.factor is None:
-                entry.factor = self._calibration.factor(name)
+                damping = BASE_DAMPING if of_base else RESIDUAL_DAMPING
+                # Blocks of a base have their own order; a residual's columns can be rounded in any.
+                entry.factor = self._calibration.factor(name, damping, largest_first=not of_base)
             return entry.factor
