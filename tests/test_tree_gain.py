@@ -39,6 +39,8 @@ def test_chains_and_trees_by_hand() -> None:
     assert (found.tokens.tolist(), found.checks.tolist(), found.drafted, found.columns) == ([4], [2], 3.0, 3.0)
     found = follow([text([1, 1, 1, 1])], least_confident(3, 1))  # the sibling is right: 0 and 3
     assert (found.tokens.tolist(), found.checks.tolist(), found.columns) == ([6], [2], 4.0)
+    assert follow([text([1, 1, 1, 0])], least_confident(3, 1)).tokens.tolist() == [4]
+    assert follow([text([3, 3, 3, 3])], ideal(3)).tokens.tolist() == [4]  # all were kept
     for places in (text([1] * 4, second=False), text([1] * 4, unsure=2)):  # wrong, or in another place
         assert follow([places], least_confident(3, 1)).tokens.tolist() == [4]
     assert follow([text([1] * 4, unsure=2)], ideal(3)).tokens.tolist() == [6]
