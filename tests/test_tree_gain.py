@@ -16,11 +16,13 @@ from tree_gain import (
     Odds,
     Place,
     by_columns,
+    by_time,
     chain,
     follow,
     ideal,
     least_confident,
     record,
+    tables,
     weighed,
 )
 from twofold.drafts import make_text
@@ -61,6 +63,10 @@ def test_odds_and_rules() -> None:
     row = by_columns([text([1] * 40)], odds, 4)
     assert row["chain"] == 2.0 and row["most_valuable"]["yielded"] == row["ideal"] == 3.0
     assert row["most_valuable"]["gain"] == pytest.approx(0.5)
+    timed = by_time([text([1] * 40)], odds, Costs(1.0, 5.0, 0.0, 1), DEEP)
+    assert [one["tokens_per_check"] for one in timed] == pytest.approx([2.0, 3.0, 2.0, 3.0])
+    assert timed[1]["tokens_per_s"] == pytest.approx(1e3 * 3 / 7) and timed[1]["shape"] == "k = 2, 1 beside"
+    assert len(tables({"by_columns": [row], "by_time": timed}).splitlines()) == 10
 
 
 def test_costs() -> None:
