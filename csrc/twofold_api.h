@@ -7,7 +7,7 @@
  *
  * Every function that returns tf_status leaves a message for tf_error() when it is not TF_OK. */
 
-enum { TF_ABI = 3 };
+enum { TF_ABI = 4 };
 
 typedef enum tf_status {
     TF_OK = 0,
@@ -213,6 +213,12 @@ tf_status tf_engine_end(tf_engine *engine);
 tf_counters tf_engine_counters(const tf_engine *engine);
 /* To put into llama_context_params.cb_eval, with the engine as cb_eval_user_data. */
 const void *tf_engine_callback(void);
+
+/* ---- sampling ------------------------------------------------------------------------------- */
+
+/* A struct llama_sampler * for the end of a chain, which draws as "dist" does but so that a draft's draw and the check's
+ * mostly agree (race.c). init: address of llama_sampler_init. NULL if there is no memory. */
+void *tf_race_sampler(void *init, uint32_t seed);
 
 /* ---- calibration ---------------------------------------------------------------------------- */
 

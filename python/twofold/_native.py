@@ -26,12 +26,12 @@ except ImportError as error:
         "Reinstall twofold for this Python and llama-cpp-python (pip install --force-reinstall twofold)."
     ) from error
 
-__all__ = ["Bytes", "Floats", "bytes_pointer", "check", "ffi", "floats_pointer", "lib", "text"]
+__all__ = ["Bytes", "Floats", "bytes_pointer", "check", "ffi", "floats_pointer", "lib", "race_sampler", "text"]
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-ABI = 3
+ABI = 4
 LLAMA_CPP_VERSION = "0.3.36"
 
 _EXCEPTIONS: dict[int, type[errors.TwofoldError]] = {
@@ -90,6 +90,25 @@ def _check_single_copy() -> None:
 
 check_libraries(llama_cpp.__version__, text(lib.tf_ggml_version_built()), text(lib.tf_ggml_version()), lib.tf_abi())
 _check_single_copy()
+
+
+def race_sampler(init: int, seed: int) -> int:
+    """Return the address of a sampler that draws by a race of the tokens (csrc/race.c).
+
+    Parameters
+    ----------
+    init
+        address of llama_sampler_init.
+
+    Raises
+    ------
+    OutOfMemoryError
+        if there is no memory for it.
+    """
+    address = int(ffi.cast("intptr_t", lib.tf_race_sampler(ffi.cast("void *", init), seed)))
+    if not address:
+        raise errors.OutOfMemoryError("no memory for a sampler")
+    return address
 
 
 # ---- arrays ------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import numpy as np
 from llama_cpp import _internals, llama_speculative
 
 from twofold import errors
-from twofold._native import Floats
+from twofold._native import Floats, race_sampler
 from twofold.collector import Collector
 from twofold.engine import Engine
 
@@ -339,7 +339,7 @@ _DEEPEST, _MOST_RULES = 2000, 20000
 
 
 def make_sampler(llama: Any, **settings: Any) -> _internals.LlamaSampler:
-    """Build llama_cpp's sampler chain for these settings.
+    """Build llama_cpp's sampler chain for these settings; its last member, which draws, is ours.
 
     Raises
     ------
@@ -359,4 +359,18 @@ def make_sampler(llama: Any, **settings: Any) -> _internals.LlamaSampler:
         if not parsed:
             raise errors.ArgumentError("llama.cpp cannot read this grammar; its rules are those of GBNF")
         llama_cpp.llama_sampler_free(parsed)
-    return llama._init_sampler(**settings)
+    sampler = llama._init_sampler(**settings)
+    _draw_by_race(sampler.sampler)
+    return sampler
+
+
+def _draw_by_race(chain: Any) -> None:
+    """Let a chain that ends in llama.cpp's draw end in one with which drafts are refused less often (csrc/race.c)."""
+    last = llama_cpp.llama_sampler_chain_n(chain) - 1
+    draw = llama_cpp.llama_sampler_chain_get(chain, last)
+    if llama_cpp.llama_sampler_name(draw) != b"dist":
+        return
+    init = ctypes.cast(llama_cpp.llama_cpp._lib.llama_sampler_init, ctypes.c_void_p).value
+    made = race_sampler(init or 0, llama_cpp.llama_sampler_get_seed(draw))
+    llama_cpp.llama_sampler_free(llama_cpp.llama_sampler_chain_remove(chain, last))
+    llama_cpp.llama_sampler_chain_add(chain, ctypes.cast(made, llama_cpp.llama_cpp.llama_sampler_p_ctypes))
