@@ -1,9 +1,9 @@
 /* Draws a token in a way that two draws from nearly equal probabilities mostly agree.
  *
- * Each token of weight w has its own noise e, exponential, and the smallest e / w wins: token i with probability w[i] over the
- * sum of all w. The noise depends on the seed, the number of the draw and the token alone. A draft's draw and the check's have the
- * same noise, so where the probabilities differ a little the winner rarely does; one random number that runs through
- * both cumulative distributions would be carried over a border by every token before it. */
+ * Each token of weight w has its own noise e, exponential, and the smallest e / w wins: token i with probability w[i]
+ * over the sum of all w. The noise depends on the seed, the number of the draw and the token alone. A draft's draw and
+ * the check's have the same noise, so where the probabilities differ a little the winner rarely does; one random
+ * number that runs through both cumulative distributions would be carried over a border by every token before it. */
 #include <math.h>
 #include <stdlib.h>
 
@@ -37,7 +37,8 @@ static void race_apply(struct llama_sampler *sampler, llama_token_data_array *to
         const uint64_t own = mix(key + 0x9e3779b97f4a7c15u * ((uint64_t)(uint32_t)tokens->data[i].id + 1));
         const double rest = ((double)(own >> 11) + 0.5) * 0x1p-53; /* in 0 .. 1; e = -log(1 - rest), at least rest */
         const double logit = (double)tokens->data[i].logit;
-        int exponent; /* rest is at least 2^(exponent - 1), so -log(e) at most (1 - exponent) log 2: spares most logarithms */
+        int exponent; /* e is at least 2^(exponent - 1), so -log(e) at most (1 - exponent) log 2: spares most logarithms
+                       */
         (void)frexp(rest, &exponent);
         if (!(logit + (1 - exponent) * 0.6931471805599454 > best)) {
             continue;

@@ -4,9 +4,9 @@
 A draft token is drawn from the base's probabilities q, the full model's token from its own p. How often both are the
 same depends on how the two draws are coupled:
 
-    copy      the same random number runs through both distributions in the sampler's order: what twofold does
+    race      each token has the same exponential noise in both draws, the smallest noise / probability wins: twofold's
     maximal   accepted with probability min(1, p/q), else drawn from the positive part of p - q (Leviathan et al. 2023)
-    gumbel    the same exponential noise for each token in both draws, the smallest noise / probability wins
+    inverse   the same random number runs through both cumulative distributions, in the sampler's order
     likeliest the base's likeliest token is drafted
 
 For each temperature the loop runs with drafts of a fixed length. At the places it visits, p and q are those of the very
@@ -36,7 +36,7 @@ from twofold.pace import Fixed
 from twofold.prompts import prompts
 
 TEMPERATURES = (0.0, 0.5, 0.8, 1.0)
-WAYS = ("copy", "maximal", "gumbel")
+WAYS = ("race", "maximal", "inverse")
 Drawn = tuple[Ids, Probabilities]
 
 
@@ -48,7 +48,7 @@ def both(p: Drawn, q: Drawn, token: int, way: str) -> float:
     mine, other = p[1][at_p[0]], q[1][at_q[0]]
     if way == "maximal":
         return float(min(mine, other))
-    if way == "copy":
+    if way == "inverse":
         ends = p[1][: at_p[0] + 1].sum(), q[1][: at_q[0] + 1].sum()
         return float(max(0.0, min(ends) - max(ends[0] - mine, ends[1] - other)))
     return 1.0 / float(np.maximum(*(_spread(one, p, q) / one[1][at] for one, at in ((p, at_p[0]), (q, at_q[0])))).sum())
@@ -144,8 +144,8 @@ def summary(texts: Sequence[Sequence[Round]], k: int) -> dict[str, Any]:
     add("measured", lambda one: 1.0 + cast(int, one.kept))
     for way in WAYS:
         add(way, partial(expected, way=way))
-    gain = np.array([sum(expected(one, "maximal") - expected(one, "copy") for one in text) for text in texts])
-    found["maximal_over_copy"] = float(gain.sum() / checks.sum()) / found["tokens_per_check"]["copy"]
+    gain = np.array([sum(expected(one, "maximal") - expected(one, "race") for one in text) for text in texts])
+    found["maximal_over_race"] = float(gain.sum() / checks.sum()) / found["tokens_per_check"]["race"]
     came_to = [(one, i) for one in rounds for i in range(min(cast(int, one.kept) + 1, k))]
     found["positions"] = len(came_to)
     found["acceptance"]["measured"] = float(np.mean([cast(int, one.kept) > i for one, i in came_to]))
@@ -168,7 +168,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     ways = ("measured", *WAYS)
     lines = [
         "| temperature | checks | tokens a check: " + " | ".join(ways) + " | acceptance: " + " | ".join(ways)
-        + " | likeliest | maximal over copy |"
+        + " | likeliest | maximal over race |"
     ]  # fmt: skip
     lines.append("|---" * (2 * len(ways) + 4) + "|")
     for row in rows:
