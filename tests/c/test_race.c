@@ -10,6 +10,8 @@ static struct llama_sampler *init(struct llama_sampler_i *interface, llama_sampl
 }
 
 static struct llama_sampler *no_memory(struct llama_sampler_i *interface, llama_sampler_context_t context) {
+    (void)interface;
+    (void)context;
     return NULL;
 }
 
