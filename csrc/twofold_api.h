@@ -216,7 +216,7 @@ const void *tf_engine_callback(void);
 
 /* ---- sampling ------------------------------------------------------------------------------- */
 
-/* A struct llama_sampler * for the end of a chain, which draws as "dist" does but so that a draft's draw and the check's
+/* A struct llama_sampler * for the end of a chain: draws as "dist" does, but so that a draft's draw and the check's
  * mostly agree (race.c). init: address of llama_sampler_init. NULL if there is no memory. */
 void *tf_race_sampler(void *init, uint32_t seed);
 

@@ -177,7 +177,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         tokens = [f"{row['tokens_per_check'][way]:.2f}" for way in ways]
         shares = [f"{row['acceptance'][way]:.3f}" for way in (*ways, "likeliest")]
         cells = [f"{row['temperature']:g}", str(row["checks"]), tokens[0] + span, *tokens[1:], *shares]
-        lines.append("| " + " | ".join([*cells, f"{100 * row['maximal_over_copy']:+.1f} %"]) + " |")
+        lines.append("| " + " | ".join([*cells, f"{100 * row['maximal_over_race']:+.1f} %"]) + " |")
     return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coupling import Drawn, Round, accepted, both, expected, record, summary
+from coupling import Drawn, Round, accepted, both, expected, record, summary, table
 from sampling_test import load
 
 IDS = np.arange(4, dtype=np.int32)
@@ -48,6 +48,8 @@ def test_expected_tokens_of_a_check() -> None:
     assert (found["checks"], found["positions"]) == (2, 3)
     assert found["tokens_per_check"]["measured"] == 1.5
     assert found["acceptance"]["measured"] == pytest.approx(1 / 3)
+    cells = [cell.strip() for cell in table([{"temperature": 0.5, **found}]).splitlines()[2].split("|")]
+    assert cells[1:4] == ["0.5", "2", "1.50 [1.00 2.00]"] and len(cells) == 14
 
 
 def test_rounds_of_the_loop_are_recorded(tiny_pair: Path) -> None:
