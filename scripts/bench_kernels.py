@@ -22,7 +22,8 @@ import numpy as np
 import twofold
 from ggml_matmul import GgmlMatmul
 from twofold import blocks, timing
-from twofold.decoder import physical_cores, quiet_log
+from twofold.decoder import physical_cores
+from twofold.llama_log import quiet_log
 
 SHAPES = {
     "1.5b-ffn_up": (8960, 1536),

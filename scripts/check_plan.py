@@ -21,7 +21,7 @@ import twofold
 from twofold import acceptance, machine, placement, planning, report, shapes, speculate
 from twofold.blocks import GgmlType
 from twofold.cost import Load, decode
-from twofold.decoder import quiet_log
+from twofold.llama_log import quiet_log
 from twofold.metadata import Gguf
 from twofold.pace import Fixed
 from twofold.pairfile import Pair, open_pair

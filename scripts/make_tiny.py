@@ -150,13 +150,14 @@ def _weights(name: str, shape: Shape, seed: int) -> npt.NDArray[np.float32]:
     return values
 
 
-def _vocabulary() -> tuple[list[str], list[float], list[int]]:
+def _vocabulary(size: int = VOCAB_SIZE) -> tuple[list[str], list[float], list[int]]:
     """Tokens, scores (higher ones are joined first) and types; the byte tokens can spell any text."""
     pieces = ["▁", *(c for c in string.printable if c.isprintable() and c != " ")]
     pieces += [word[:end] for word in WORDS.split() for end in range(2, len(word) + 1)]
     bytes_ = [f"<0x{value:02X}>" for value in range(256)]
     tokens = [*SPECIALS, *bytes_, *dict.fromkeys(pieces)][:VOCAB_SIZE]
-    head, rest = len(SPECIALS) + len(bytes_), VOCAB_SIZE - len(SPECIALS) - len(bytes_)
+    tokens += ["<|endoftext|>", *(f"<more {i}>" for i in range(size))][: size - len(tokens)]
+    head, rest = len(SPECIALS) + len(bytes_), size - len(SPECIALS) - len(bytes_)
     scores = [0.0] * head + [-float(i) for i in range(rest)]
     kind = gguf.TokenType
     types = [kind.UNKNOWN, kind.CONTROL, kind.CONTROL] + [kind.BYTE] * 256 + [kind.NORMAL] * rest
@@ -180,8 +181,9 @@ def _add_keys(writer: gguf.GGUFWriter, name: str, s: Sizes, seed: int) -> None:
     writer.add_name(f"tiny random {name}, seed {seed}")
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
-    tokens, scores, types = _vocabulary()
+def add_tokenizer(writer: gguf.GGUFWriter, size: int = VOCAB_SIZE) -> None:
+    """Add a tokenizer of `size` tokens, `VOCAB_SIZE` or more; those beyond never come up in a text."""
+    tokens, scores, types = _vocabulary(size)
     writer.add_tokenizer_model("llama")
     writer.add_token_list(tokens)
     writer.add_token_scores(scores)
@@ -250,7 +252,7 @@ def write_tiny(
         writer = gguf.GGUFWriter(unfinished, arch)
         _add_keys(writer, arch, sizes, seed)
         writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16 if half else gguf.LlamaFileType.ALL_F32)
-        _add_tokenizer(writer)
+        add_tokenizer(writer)
         for name, shape in _shapes(ARCHS[arch], sizes, tied).items():
             values = _weights(name, shape, seed)
             matrix = len(shape) > 1 and "ffn_gate_inp" not in name

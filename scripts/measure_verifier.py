@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 import twofold
-from twofold.decoder import quiet_log
+from twofold.llama_log import quiet_log
 from twofold.merge import merge
 
 Logits = npt.NDArray[np.float32]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import llama_cpp
 
-from twofold.decoder import quiet_log
+from twofold.llama_log import quiet_log
 
 TYPES = {
     "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,

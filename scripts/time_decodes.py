@@ -18,7 +18,8 @@ import numpy as np
 
 import twofold
 from twofold import speculate, timing
-from twofold.decoder import physical_cores, quiet_log
+from twofold.decoder import physical_cores
+from twofold.llama_log import quiet_log
 from twofold.pace import Fixed
 
 WIDTHS = (1, 2, 3, 4, 5, 8, 16, 32)

@@ -16,7 +16,7 @@ import pytest
 
 import twofold
 from make_tiny import write_tiny
-from twofold import accept, accept_report, decoder, drafts, errors, simulate, speculate
+from twofold import accept, accept_report, architecture, drafts, errors, simulate, speculate
 from twofold.cli import main
 from twofold.convert import convert
 from twofold.pace import Fixed
@@ -231,8 +231,8 @@ def test_unused_tokens_at_the_end_are_padding(tiny_llama: Path, tmp_path: Path) 
         return change
 
     padded = changed(tiny_llama, tmp_path / "padded.gguf", kind_of_last(gguf.TokenType.UNUSED))
-    known = decoder.vocabulary(tiny_llama)
-    assert (len(known), decoder.vocabulary(padded)) == (512, known[:509])
+    known = architecture.vocabulary(tiny_llama)
+    assert (len(known), architecture.vocabulary(padded)) == (512, known[:509])
     models = [drafts.of_model("a", tiny_llama), drafts.of_model("b", padded)]
     with pytest.raises(errors.MismatchError, match="they have 512 and 509 tokens"):
         shared_vocabulary([m.path for m in models])

@@ -20,7 +20,7 @@ from llama_cpp import _logger
 
 import twofold
 import twofold.rounding
-from twofold import blocks, conversation, decoder, devices, errors, info, pairfile, prompting
+from twofold import blocks, conversation, devices, errors, info, llama_log, pairfile, prompting
 from twofold.cli import main
 
 Capture = pytest.CaptureFixture[str]
@@ -258,7 +258,7 @@ def test_errors_of_llama_cpp_are_shown_and_warnings_are_not(capsys: Capture, tin
     assert status == 1
     assert "unknown model architecture: 'lxama'" in err
     assert f"twofold: {tmp_path}/m.gguf: llama.cpp" in err.splitlines()[-1]
-    decoder._show_errors(3, b"a warning\n", None)
+    llama_log._show_errors(3, b"a warning\n", None)
     assert capsys.readouterr().err == ""
 
 

@@ -19,7 +19,7 @@ import pytest
 
 import twofold
 from make_tiny import write_tiny
-from twofold import decoder, errors, layout, output, report
+from twofold import architecture, errors, layout, output, report
 from twofold.convert import convert
 from twofold.merge import merge
 from twofold.pairfile import open_pair
@@ -289,7 +289,7 @@ def test_converting_onto_itself_or_onto_another_file(tiny_llama: Path, tmp_path:
         convert(tiny_llama, tmp_path / "nowhere" / "out")
 
 
-@pytest.mark.parametrize("architecture", ["t5", "mamba", "bert", "no-such-arch"])
+@pytest.mark.parametrize("architecture", ["t5", "plm", "bert", "no-such-arch"])
 def test_architectures_that_are_not_supported(architecture: str, tiny_llama: Path, tmp_path: Path) -> None:
     rewrite(tiny_llama, tmp_path / "other.gguf", architecture=architecture)
     with pytest.raises(
@@ -358,9 +358,10 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
 
 def test_main_graph_only() -> None:
     """Blocks that only predict further tokens are not in the graph that residuals are added to."""
-    last = layout._decide("blk.4.ffn_up.weight", _source_tensor("blk.4.ffn_up.weight"), "auto", 4)
-    assert not last.residual and last.reason == "not in the main graph"
-    assert layout._decide("blk.3.ffn_up.weight", _source_tensor("blk.3.ffn_up.weight"), "auto", 4).residual
+    ends = layout.Ends(4, 3)
+    for name, inside in (("4.ffn_up", False), ("3.ffn_up", True), ("3.attn_k", False), ("3.attn_q", True)):
+        split = layout._decide(f"blk.{name}.weight", _source_tensor(f"blk.{name}.weight"), "auto", ends)
+        assert split.residual == inside and (split.reason == "not in the main graph") != inside
 
 
 def _source_tensor(name: str) -> object:
@@ -371,6 +372,6 @@ def _source_tensor(name: str) -> object:
 
 
 def test_check_architecture_reads_what_llama_cpp_knows(tiny_llama: Path) -> None:
-    decoder.check_architecture(tiny_llama)
+    architecture.check_architecture(tiny_llama)
     assert Source(tiny_llama).architecture == "llama"
     assert os.access(tiny_llama, os.R_OK)

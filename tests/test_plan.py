@@ -175,7 +175,7 @@ def test_shapes_of_a_file_and_of_its_header_alone(tiny_llama: Path, tmp_path: Pa
     tensors = {t.name: t for t in gguf.GGUFReader(tiny_llama).tensors}
     products = [t for name, t in tensors.items() if len(t.shape) == 2 and name != "token_embd.weight"]
     assert found.weights == sum(int(t.n_elements) for t in products)
-    assert (found.layers, found.vocabulary, found.width, found.tied, found.refused) == (2, 512, 256, False, "")
+    assert (found.layers, found.vocabulary, found.width, found.tied, found.has_state) == (2, 512, 256, False, False)
     rows = [int(t.shape[1]) for n, t in tensors.items() if "attn_k.weight" in n or "attn_v.weight" in n]
     assert found.cache_token == 2 * sum(rows)
     assert [len(unit) for unit in found.units] == [7, 7, 1]
@@ -202,10 +202,12 @@ def test_experts_tied_heads_and_recurrent_models(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     hybrid = model_shapes.read(tmp_path / "hybrid.gguf")
-    assert "recurrent" in hybrid.refused
-    found_plan = planning.plan(setting(model=hybrid), Options(KNOWN))
-    assert {s.kind for s in found_plan.strategies} == {"plain"} and "twofold" not in found_plan.why
-    assert any("refuses" in line for line in planning.assumptions(found_plan))
+    assert hybrid.has_state and not tied.has_state
+    assert [m.name for m in hybrid.matrices] == ["blk.0.ffn_up.weight", "blk.0.ssm_in.weight", "output.weight"]
+    for model, counted in ((hybrid, False), (tied, True)):
+        found_plan = planning.plan(setting(model=model), Options(KNOWN))
+        assert {s.kind for s in found_plan.strategies} == {"plain", "twofold"}
+        assert counted != any("state is not counted" in line for line in planning.assumptions(found_plan))
 
 
 def test_blocks_outside_the_main_graph_do_not_count(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from twofold import errors, info, prompting, report
-from twofold.decoder import BaseLlama, opening, ordinary_tokens, vocabulary
+from twofold.architecture import vocabulary
+from twofold.decoder import BaseLlama, opening, ordinary_tokens
 from twofold.loop import MAX_DRAFT
 from twofold.pairfile import open_pair, residual_bytes
 from twofold.prompts import KINDS, RANDOM, prompts, random_tokens

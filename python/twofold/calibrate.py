@@ -10,9 +10,10 @@ import numpy as np
 from tqdm import tqdm
 
 from twofold import calibration, decoder, errors, layout
+from twofold.architecture import check_architecture
 from twofold.calibration import Calibration
 from twofold.collector import Collector
-from twofold.decoder import BaseLlama, check_architecture, physical_cores
+from twofold.decoder import BaseLlama, physical_cores
 from twofold.output import check_output
 from twofold.sensitivity import measure
 from twofold.source import Source

@@ -13,7 +13,7 @@ from typing import Any
 
 from twofold import errors
 from twofold.arguments import parser
-from twofold.decoder import quiet_log
+from twofold.llama_log import quiet_log
 
 _INTERRUPTED, _BROKEN_PIPE, _TERMINATED = 130, 141, 143
 

@@ -81,7 +81,7 @@ def _prompt(arguments: Namespace) -> str:
 
 def _load(arguments: Namespace) -> Llama:
     optional: dict[str, Any] = {"seed": arguments.seed, "n_threads": arguments.threads}
-    return prompting.load(
+    llm = prompting.load(
         arguments.base,
         draft_tokens=arguments.draft,
         drafter=None if arguments.drafter == "none" else arguments.drafter,
@@ -91,6 +91,9 @@ def _load(arguments: Namespace) -> Llama:
         n_gpu_layers=arguments.gpu_layers,
         **{name: value for name, value in optional.items() if value is not None},
     )
+    if llm.rollback:
+        print(f"twofold: {llm.rollback}", file=sys.stderr)
+    return llm
 
 
 def _sampling(arguments: Namespace) -> prompting.Sampling:

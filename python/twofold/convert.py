@@ -12,7 +12,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
-from twofold import decoder, errors, fill, layout, shapes, whole
+from twofold import architecture, errors, fill, layout, shapes, whole
 from twofold._native import Floats
 from twofold.blocks import check_finite, decode_residual, plane_bytes, quantize
 from twofold.calibration import Calibration
@@ -141,7 +141,7 @@ def convert(
     result = Conversion(base_path(name), residual_path(base_path(name)), bits, group, [])
     for path in (result.base, result.residual):
         check_output(path, model.paths, force)
-    decoder.check_architecture(source)
+    architecture.check_architecture(source)
     kept = None if keep_whole is None else Whole(whole.find(keep_whole, model), _whole_type(whole_type))
     if vram is not None:
         result.choice = fill.choose(shapes.read(source), vram, bits, calibration)

@@ -1,4 +1,4 @@
-"""The only door to llama_cpp: everything that touches its private parts is here, so its version is pinned.
+"""The door to llama_cpp: everything that touches its private parts is here, so its version is pinned.
 
 `BaseLlama` is llama_cpp.Llama with an eval callback and every decode checked; `Decoder` is what the loop in
 speculate.py sees of it.
@@ -10,7 +10,6 @@ import ctypes
 import inspect
 import itertools
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +19,9 @@ import llama_cpp
 import numpy as np
 from llama_cpp import _internals, llama_speculative
 
-from twofold import errors
+from twofold import errors, rollback
 from twofold._native import Floats, race_sampler
+from twofold.architecture import refuse_unsupported
 from twofold.collector import Collector
 from twofold.engine import Engine
 
@@ -44,94 +44,30 @@ def physical_cores() -> int:
     return len(cores)
 
 
-def check_architecture(path: Path) -> None:
-    """Refuse a model that cannot be drafted and rolled back, or that llama.cpp does not know.
-
-    Raises
-    ------
-    UnsupportedError
-        naming the architecture and the reason.
-    """
-    with _opened_for_tokens(path) as model:
-        _refuse_unsupported(model, path)
-
-
-def vocabulary(path: Path) -> list[bytes]:
-    """Return the texts of a model's tokens, by id; unused ids at the end, which only pad the matrices, are left out.
-
-    Raises
-    ------
-    UnsupportedError
-        if llama.cpp cannot load the model, or its drafts could not be rolled back.
-    """
-    with _opened_for_tokens(path) as model:
-        _refuse_unsupported(model, path)
-        vocab = llama_cpp.llama_model_get_vocab(model)
-        count = llama_cpp.llama_vocab_n_tokens(vocab)
-        while count and llama_cpp.llama_vocab_get_attr(vocab, count - 1) & llama_cpp.LLAMA_TOKEN_ATTR_UNUSED:
-            count -= 1
-        return [llama_cpp.llama_vocab_get_text(vocab, token) or b"" for token in range(count)]
-
-
-@contextmanager
-def _opened_for_tokens(path: Path) -> Iterator[Any]:
-    quiet_log()
-    if not path.exists():
-        raise errors.FileAccessError(f"{path}: no such file")
-    params = llama_cpp.llama_model_default_params()
-    params.vocab_only = True
-    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
-    if model is None:
-        raise errors.UnsupportedError(f"{path}: llama.cpp {llama_cpp.__version__} cannot load this model")
-    try:
-        yield model
-    finally:
-        llama_cpp.llama_model_free(model)
-
-
-def _refuse_unsupported(model: Any, path: Path) -> None:
-    name = ctypes.create_string_buffer(128)
-    llama_cpp.llama_model_meta_val_str(model, b"general.architecture", name, len(name))
-    reasons = {
-        "it has an encoder": llama_cpp.llama_model_has_encoder(model),
-        "it has no decoder": not llama_cpp.llama_model_has_decoder(model),
-        "its recurrent state cannot be rolled back yet": llama_cpp.llama_model_is_recurrent(model)
-        or llama_cpp.llama_model_is_hybrid(model),
-        "it makes embeddings, not text": _is_embedding_model(model, name.value.decode()),
-        "it is a diffusion model": llama_cpp.llama_model_is_diffusion(model),
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise errors.UnsupportedError(
-                f"{path}: architecture {name.value.decode()} is not supported: {reason}; run it with llama.cpp itself"
-            )
-
-
-def _is_embedding_model(model: Any, architecture: str) -> bool:
-    """Whether attention looks both ways, as files say of BERT-like models."""
-    causal = ctypes.create_string_buffer(16)
-    key = f"{architecture}.attention.causal".encode()
-    llama_cpp.llama_model_meta_val_str(model, key, causal, len(causal))
-    return causal.value == b"false" or "bert" in architecture or "embed" in architecture
-
-
 class BaseLlama(llama_cpp.Llama):  # type: ignore[misc]
-    """llama_cpp.Llama whose context runs with an engine's eval callback."""
+    """llama_cpp.Llama whose context runs with an engine's eval callback.
+
+    `snapshots` is how many tokens at the end of a decode a recurrent state can be set back by, if llama.cpp can do that
+    with the model at all.
+    """
 
     _engine: Any  # Engine, Collector or None
 
-    def __init__(self, engine: Engine | Collector | None, **arguments: Any) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine | Collector | None, *, snapshots: int = 0, **arguments: Any) -> None:
+        self._engine, self._snapshots = engine, snapshots
         super().__init__(**arguments)
         self._decoder: Decoder
         if not self.model_params.vocab_only:
-            _refuse_unsupported(self._model.model, Path(self.model_path))
+            refuse_unsupported(self._model.model, Path(self.model_path))
             self._decoder = Decoder(self)
-            self._ctx.decode = self._decoder.decode_batch  # every path of llama_cpp goes through it
+            self._ctx.decode = self._decoder.decode_foreign  # every path of llama_cpp goes through it
 
     @property
     def context_params(self) -> Any:
-        """llama_context_params as llama_cpp fills them in, with the eval callback added."""
+        """llama_context_params as llama_cpp fills them in, with the eval callback and what the model needs added."""
+        if getattr(self, "_model", None) is not None and getattr(self, "_ctx", None) is None:
+            company = self._engine is not None and self._engine.claiming
+            rollback.prepare(self._context_params, self._model.model, self._snapshots, company)
         return self._context_params
 
     @context_params.setter
@@ -182,6 +118,7 @@ class Decoder:
         self._vocab = llama.n_vocab()
         self._mode = Engine.VERIFY
         self.engine: Engine | Collector | None = llama._engine
+        self.rollback = rollback.choose(self._ctx, llama._model.model, self._replay)
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
@@ -205,10 +142,20 @@ class Decoder:
             self.engine.begin(self._mode)
         code = llama_cpp.llama_decode(self._ctx, batch.batch)
         reasons = {1: "no room in the context", 2: "aborted", -1: "invalid batch"}  # with these no graph ran to its end
-        if self.engine is not None and code not in reasons:
-            self.engine.end()
-        if code != 0:
-            raise errors.DecodeError(f"llama_decode returned {code}: {reasons.get(code, 'failed')}")
+        try:
+            if self.engine is not None and code not in reasons:
+                self.engine.end()
+            if code != 0:
+                raise errors.DecodeError(f"llama_decode returned {code}: {reasons.get(code, 'failed')}")
+        except errors.TwofoldError:
+            if code not in (1, -1):  # then nothing was computed at all
+                self.rollback.spoil()
+            raise
+
+    def decode_foreign(self, batch: Any) -> None:
+        """Run llama_decode for llama_cpp's own loops, whose tokens are not known here."""
+        self.rollback.forget()
+        self.decode_batch(batch)
 
     @property
     def is_open(self) -> bool:
@@ -221,14 +168,24 @@ class Decoder:
 
     def decode(self, tokens: Sequence[int], position: int, *, all_rows: bool) -> None:
         """Decode tokens from `position` on; logits of all of them, or of the last."""
-        if not self._needs_company(tokens, position):
-            self._batch.set_batch(batch=tokens, n_past=position, logits_all=all_rows)
-            self.decode_batch(self._batch)
-            return
-        self._batch.set_batch(batch=[*tokens, *tokens], n_past=position, logits_all=True)
-        self._batch.batch.logits[1] = False
+        company = self._needs_company(tokens, position)
+        fed = [*tokens, *tokens] if company else tokens
+        self._batch.set_batch(batch=fed, n_past=position, logits_all=all_rows or company)
+        if company:
+            self._batch.batch.logits[1] = False
+            self.rollback.seat(self._batch.batch)
         self.decode_batch(self._batch)
-        self.truncate(position + 1)
+        self.rollback.note(tokens, position, self._mode)
+        if company:
+            self.rollback.unseat(position + 1)
+
+    def _replay(self, tokens: Sequence[int], position: int, mode: int) -> None:
+        """Decode tokens once more, as they were decoded first."""
+        before, self._mode = self._mode, mode
+        try:
+            self.decode(tokens, position, all_rows=False)
+        finally:
+            self._mode = before
 
     def _needs_company(self, tokens: Sequence[int], position: int) -> bool:
         """Whether a token has to be decoded beside another one, which is then forgotten.
@@ -237,7 +194,13 @@ class Decoder:
         another order than for several rows: a check of one token would round otherwise than a wider one.
         """
         claiming = self.engine is not None and self.engine.claiming and self._mode == Engine.VERIFY
-        return claiming and len(tokens) == 1 and self.max_batch > 1 and position + 2 <= self._llama._n_ctx
+        alone = claiming and len(tokens) == 1 and self.rollback.seats
+        return alone and self.max_batch > 1 and position + 2 <= self._llama._n_ctx
+
+    def mark(self) -> None:
+        """Prepare for truncating to what is decoded by now, or to any later place."""
+        self._check_open()
+        self.rollback.mark()
 
     def truncate(self, position: int) -> None:
         """Forget everything from `position` on.
@@ -245,11 +208,18 @@ class Decoder:
         Raises
         ------
         DecodeError
-            if the cache cannot drop part of a sequence.
+            if the memory cannot forget so little: a recurrent state that was not marked before.
         """
+        if self.keep(position) != position:
+            raise errors.DecodeError(f"the state after {position} tokens is lost; the memory is empty now")
+
+    def keep(self, position: int) -> int:
+        """Forget everything from `position` on, or all of it if that cannot be; return how many tokens are left."""
         self._check_open()
-        if not self._llama._ctx.kv_cache_seq_rm(0, position, -1):
-            raise errors.DecodeError(f"the cache cannot be cut back to {position} tokens")
+        if self.rollback.cut(position):
+            return position
+        self.rollback.cut(0)
+        return 0
 
     def logits(self, row: int) -> Floats:
         """Logits of a row, float32 ``(n_vocab,)``, in llama.cpp's own memory until the next decode."""
@@ -300,6 +270,11 @@ class Decoder:
             llama_cpp.llama_sampler_free(copy)
 
     @property
+    def has_windows(self) -> bool:
+        """Whether layers see a sliding window of the text only."""
+        return bool(llama_cpp.llama_model_n_swa(self._llama._model.model))
+
+    @property
     def max_batch(self) -> int:
         """Most tokens of one decode."""
         return int(self._llama.n_batch)
@@ -319,20 +294,6 @@ def ordinary_tokens(llama: Any) -> list[int]:
 def opening(llama: Any) -> list[int]:
     """Tokens that the model wants before any text: the beginning-of-text token, or none."""
     return [int(llama.token_bos())] if llama._model.add_bos_token() else []
-
-
-LOG_ERROR = 4  # enum ggml_log_level; llama_cpp takes 3, a warning, for it and so shows warnings and hides errors
-
-
-@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
-def _show_errors(level: int, message: bytes, _: Any) -> None:
-    if level == LOG_ERROR:
-        print(message.decode("utf-8", "replace"), end="", flush=True, file=sys.stderr)
-
-
-def quiet_log() -> None:
-    """Keep llama.cpp's log off standard error, errors excepted."""
-    llama_cpp.llama_log_set(_show_errors, None)
 
 
 _DEEPEST, _MOST_RULES = 2000, 20000

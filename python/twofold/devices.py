@@ -16,7 +16,7 @@ from typing import Any
 import llama_cpp
 
 from twofold import errors
-from twofold.decoder import quiet_log
+from twofold.llama_log import quiet_log
 
 _KINDS = ("cpu", "gpu", "igpu", "accel", "meta")  # enum ggml_backend_dev_type
 _FLOAT32 = 0  # enum ggml_type

@@ -135,9 +135,9 @@ def agreements(
 
 def _feed_prompt(llm: Llama, prompt: Sequence[int]) -> None:
     """Leave the entries of just this prompt in the cache; those of a text that was made from it are kept."""
-    if llm.longest_token_prefix(llm._input_ids.tolist(), prompt) == len(prompt):
-        llm.n_tokens = len(prompt)
-        llm._decoder.truncate(len(prompt))
+    known = llm.longest_token_prefix(llm._input_ids.tolist(), prompt)
+    if known == len(prompt) and llm._decoder.keep(known) == known:
+        llm.n_tokens = known
     else:
         llm.reset()
         llm.eval(prompt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from twofold import errors
@@ -17,13 +17,17 @@ PANEL_ROWS = 16
 # Weights that llama.cpp multiplies by activations in a matrix product of their own. Others (embeddings, norms,
 # routers, convolutions, position tables, weights used through a view) stay whole.
 _SPLIT = re.compile(
-    r"(?:output|blk\.\d+\.(?:attn_(?:q|k|v|qkv|output|gate|q_a|q_b|kv_a_mqa|kv_b)"
-    r"|ffn_(?:gate|up|down)(?:_exps|_shexp)?))\.weight"
+    r"(?:output|blk\.\d+\.(?:attn_(?:q|k|v|qkv|output|gate|q_a|q_b|kv|kv_a_mqa|kv_b|output_b)"
+    r"|ffn_(?:(?:gate|up|down)(?:_exps|_chexps|_shexp)?|gate_up_exps|(?:latent|routed)_(?:down|up))"
+    r"|ssm_(?:in|out)|shortconv\.(?:in|out)_proj"
+    r"|time_mix_(?:key|value|receptance|gate|output)|channel_mix_(?:key|value|receptance)))\.weight"
 )
 # general.file_type (enum llama_ftype in llama.h) by the type of most matrices; llama.cpp only prints it.
 _FILE_TYPES = {"q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q2_k": 10, "q3_k": 12, "q4_k": 15, "q5_k": 17}
 _FILE_TYPES |= {"q6_k": 18, "iq2_xxs": 19, "iq2_xs": 20, "iq3_xxs": 23, "iq1_s": 24, "iq4_nl": 25, "iq3_s": 26}
 _FILE_TYPES |= {"iq2_s": 28, "iq4_xs": 30, "iq1_m": 31}
+# llama.cpp multiplies by the embedding itself here, and refuses a file with a head beside it.
+_HEAD_IS_EMBEDDING = frozenset(["bitnet", "cohere2", "command-r", "gemma", "gemma2", "openelm", "pockettts"])
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 AS_ASKED = "whole, as asked"
 WHOLE_KEY = "twofold.whole"  # of the base file: names of the tensors that are whole because that was asked for
@@ -81,6 +85,43 @@ def is_matrix(name: str) -> bool:
     return is_split_name(name) or name == "token_embd.weight"
 
 
+def may_have_head(architecture: str) -> bool:
+    """Whether llama.cpp takes a head of its own for this architecture, instead of the embedding."""
+    return architecture not in _HEAD_IS_EMBEDDING
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where a model's main graph ends.
+
+    Attributes
+    ----------
+    blocks
+        layers of it; those behind only predict further tokens.
+    cached
+        layers with keys and values of their own; the others use those of one of these, and may still hold matrices.
+    """
+
+    blocks: int
+    cached: int
+
+    @classmethod
+    def of(cls, architecture: str, key: Callable[[str, int], int]) -> Ends:
+        """Read them from a model's keys; `key` takes the name of one, without the architecture, and a default."""
+        layers = key("block_count", 1 << 31)
+        # llama.cpp has no key for Gemma 3n.
+        cached = 20 if architecture == "gemma3n" else layers - key("attention.shared_kv_layers", 0)
+        return cls(layers - key("nextn_predict_layers", 0), cached)
+
+    def uses(self, name: str) -> bool:
+        """Whether the main graph uses a tensor."""
+        block = block_number(name)
+        if block is None:
+            return True
+        own = block < self.cached or not name.endswith(("attn_k.weight", "attn_v.weight"))
+        return block < self.blocks and own
+
+
 def choose_base_type(asked: str, width: int) -> GgmlType | None:
     """Type of the base for a width; None if nothing fits.
 
@@ -118,23 +159,22 @@ def plan(
 
     `chosen` names types of tensors for which `base_type` does not hold; those in `asked` stay whole.
     """
-    types = chosen or {}
-    last_block = source.hyperparameter("block_count", 1 << 31) - source.hyperparameter("nextn_predict_layers", 0)
-    splits = [_decide(t.name, t, types.get(t.name, base_type), last_block, asked) for t in source.tensors.values()]
+    types, ends = chosen or {}, Ends.of(source.architecture, source.hyperparameter)
+    splits = [_decide(t.name, t, types.get(t.name, base_type), ends, asked) for t in source.tensors.values()]
     embedding = source.tensors.get("token_embd.weight")
-    if embedding is not None and "output.weight" not in source.tensors:
-        head = _decide("output.weight", embedding, types.get("output.weight", base_type), last_block, asked)
+    tied = "output.weight" not in source.tensors and may_have_head(source.architecture)
+    if embedding is not None and tied:
+        head = _decide("output.weight", embedding, types.get("output.weight", base_type), ends, asked)
         if head.residual or head.base.kind != embedding.kind:
             splits.append(head)
     return splits
 
 
-def _decide(name: str, source: SourceTensor, asked: str, last_block: int, kept: Whole | None = None) -> Split:
+def _decide(name: str, source: SourceTensor, asked: str, ends: Ends, kept: Whole | None = None) -> Split:
     whole = Tensor(name, source.kind, source.shape, 0, source.bytes)
-    block = block_number(name)
     if not is_split_name(name) or not 2 <= len(source.shape) <= 3:
         return Split(whole, source, False, "not a matrix product")
-    if block is not None and block >= last_block:
+    if not ends.uses(name):
         return Split(whole, source, False, "not in the main graph")
     if kept is not None and name in kept.names:
         return _whole(name, source, kept.kind)

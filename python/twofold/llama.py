@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from twofold.loop import MAX_DRAFT, LoopingLlama
 from twofold.pace import Auto, Fixed
 from twofold.pairfile import residual_bytes
 from twofold.propose import NGRAM, Proposer
+from twofold.rollback import SNAPSHOTS
 from twofold.stats import Stats
 from twofold.vocabularies import shared_vocabulary
 
@@ -92,9 +94,12 @@ class Llama(LoopingLlama):
                 Path(model_path), residual_path, arguments, bits=residual_bits, claim=claim, preload=preload
             )
         self._residual_bits = 0 if engine is None else set_bits(engine, residual_bits)
-        super().__init__(engine, model_path=os.fspath(model_path), **arguments)
+        snapshots = SNAPSHOTS if draft_tokens == "auto" else max(1, min(int(draft_tokens), SNAPSHOTS))
+        super().__init__(engine, snapshots=snapshots if engine else 0, model_path=os.fspath(model_path), **arguments)
         self._fit_to_context()
         self._make_base_panels()
+        if arguments.get("verbose", True) and self.rollback:
+            print(f"twofold: {self.rollback}", file=sys.stderr)
         self._proposer = None if self._engine is None else self._make_proposer(drafter)
 
     def _make_proposer(self, drafter: str | os.PathLike[str] | None) -> Proposer | None:
@@ -164,6 +169,11 @@ class Llama(LoopingLlama):
             self.reset()  # cached entries are of the other verifier
 
     @property
+    def rollback(self) -> str:
+        """How drafts are taken back, in words; nothing where cells of a cache are dropped."""
+        return "" if self.model_params.vocab_only else self._decoder.rollback.about
+
+    @property
     def stats(self) -> dict[str, Any]:
         """Statistics of the last call."""
         return self._stats.as_dict()
@@ -177,10 +187,18 @@ class Llama(LoopingLlama):
         return state
 
     def load_state(self, state: Any) -> None:
-        """Load a saved context; entries of another verifier are forgotten."""
+        """Load a saved context; entries of another verifier are forgotten.
+
+        With sliding windows its tokens are decoded again: llama.cpp would write over cells that have left the window,
+        and cutting back brings them into it again.
+        """
         super().load_state(state)
+        self._decoder.rollback.forget()
         if getattr(state, "residual_bits", self._residual_bits) != self._residual_bits:
             self.reset()
+        elif self._decoder.has_windows:
+            tokens, self.n_tokens = self.input_ids[: self.n_tokens].tolist(), 0
+            self.eval(tokens)
 
     def __getstate__(self) -> dict[str, Any]:
         """Arguments that make this object again, for pickle."""

@@ -28,11 +28,14 @@ class LoopingLlama(BaseLlama):
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Decode tokens with the full model after those already in the cache."""
-        self._decoder.truncate(self.n_tokens)
-        speculate.feed(
-            self._decoder, list(tokens), self.n_tokens, all_rows=self._logits_all, after=self._remember_batch
-        )
+        tokens = [*self._shorten(self.n_tokens), *tokens]
+        speculate.feed(self._decoder, tokens, self.n_tokens, all_rows=self._logits_all, after=self._remember_batch)
         self._requires_eval = False
+
+    def _shorten(self, length: int) -> list[int]:
+        """Cut the text back to its first `length` tokens; return those of them that have to be decoded again."""
+        self.n_tokens = self._decoder.keep(length)
+        return [int(token) for token in self.input_ids[self.n_tokens : length]]
 
     def _remember_batch(self, batch: Sequence[int], position: int) -> None:
         self.input_ids[position : position + len(batch)] = batch
@@ -144,13 +147,12 @@ class LoopingLlama(BaseLlama):
                         break
                     stats.agreed_by_position[place] += 1
                     self._advance(place + 1)
-                self._decoder.truncate(self.n_tokens)
                 if not pending:
                     drafted, checked = self._round(token, stats), True
                     meter.update()
         finally:
             if self._running is running and self._decoder.is_open:
-                self._decoder.truncate(self.n_tokens)
+                self._shorten(self.n_tokens)
                 self._requires_eval = True
             meter.update()
 
@@ -158,8 +160,8 @@ class LoopingLlama(BaseLlama):
         """Take the last token back, to be decoded once more, if its logits are not those of the last decode."""
         if not (self._requires_eval and self.n_tokens):
             return []
-        self.n_tokens -= 1
-        return [int(self.input_ids[self.n_tokens])]
+        last = int(self.input_ids[self.n_tokens - 1])
+        return [*self._shorten(self.n_tokens - 1), last]
 
     def sample(self, *arguments: Any, **settings: Any) -> int:
         """Sample what follows the text so far, as llama_cpp.Llama.sample does."""
@@ -184,6 +186,8 @@ class LoopingLlama(BaseLlama):
         text = self.input_ids[: self.n_tokens + 1]
         how = speculate.Drafting(self._pace, self._sampler, self._proposer, text)
         length, drafted, before = self._pace.begin(most), list[int](), (stats.draft_s, stats.verify_s)
+        with stats.timed("verify_s"):  # it may decode again what the last check had to give up
+            self._decoder.truncate(self.n_tokens)
         if length:
             with stats.timed("draft_s"):
                 drafted = speculate.draft(self._decoder, last, self.n_tokens, length, how)
@@ -201,7 +205,5 @@ class LoopingLlama(BaseLlama):
             start = self.token_bos() if self.token_bos() != -1 else self.token_eos()
             tokens = [start]
         shared = self.longest_token_prefix(self._input_ids.tolist(), tokens)
-        keep = min(shared, len(tokens) - 1)  # the last one is decoded again for its logits
-        self._decoder.truncate(keep)
-        self.n_tokens = keep
-        return tokens[keep:]
+        self.n_tokens = self._decoder.keep(min(shared, len(tokens) - 1))  # the last one is decoded for its logits
+        return tokens[self.n_tokens :]

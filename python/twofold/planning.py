@@ -90,12 +90,11 @@ class Plan:
 def plan(setting: Setting, options: Options) -> Plan:
     """Work out all strategies and choose."""
     found = list(_plain(setting, options))
-    if not setting.model.refused:
-        for kind in BASE_TYPES:
-            for bits in BITS:
-                pair = best_pair(setting, options, Base(kind), bits)
-                if pair is not None:
-                    found.append(pair)
+    for kind in BASE_TYPES:
+        for bits in BITS:
+            pair = best_pair(setting, options, Base(kind), bits)
+            if pair is not None:
+                found.append(pair)
     take, why = _choose(found, options.precision)
     return Plan(setting, options, found, take, why)
 
@@ -270,6 +269,8 @@ def assumptions(found: Plan) -> list[str]:
     ]
     if options.drafter is not None:
         lines.append(f"a drafter has {_DRAFTER_LAYERS:g} of the model's layers, and no cache")
-    if setting.model.refused:
-        lines.append(f"twofold refuses this model: {setting.model.refused}")
+    if setting.model.has_state:
+        lines.append(
+            "the recurrent state is not counted: its memory, its copies, and tokens decoded again after a check"
+        )
     return lines

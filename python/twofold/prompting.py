@@ -16,8 +16,9 @@ import llama_cpp
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from twofold import errors
-from twofold.decoder import LOG_ERROR, BaseLlama, end_of_generation, quiet_log
+from twofold.decoder import BaseLlama, end_of_generation
 from twofold.llama import Llama
+from twofold.llama_log import LOG_ERROR, quiet_log
 
 _TEMPLATE = "tokenizer.chat_template"
 Model = TypeVar("Model", bound=BaseLlama)

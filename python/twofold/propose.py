@@ -91,17 +91,24 @@ class Model:
             if known != token:
                 break
             keep += 1
-        self._decoder.truncate(keep)
+        keep = self._decoder.keep(keep)
+        if keep < len(text):  # what is drafted, and guessed, may be taken back
+            keep = self._feed(tokens[keep : len(text)], keep)
+            self._decoder.mark()
         fresh, guesses = tokens[keep:], list[int]()
         room = self._llama.n_ctx() - len(tokens)
         while len(guesses) < min(most, MOST, room):
-            for first in range(0, len(fresh), self._decoder.max_batch):
-                self._decoder.decode(fresh[first : first + self._decoder.max_batch], keep + first, all_rows=False)
-            keep += len(fresh)
+            keep = self._feed(fresh, keep)
             guesses.append(self._decoder.greedy(-1))
             fresh = guesses[-1:]
         self._cached = [*tokens, *guesses][:keep]
         return guesses
+
+    def _feed(self, tokens: Sequence[int], position: int) -> int:
+        """Decode tokens from a position on; return the position after them."""
+        for first in range(0, len(tokens), self._decoder.max_batch):
+            self._decoder.decode(tokens[first : first + self._decoder.max_batch], position + first, all_rows=False)
+        return position + len(tokens)
 
     def outcome(self, proposed: int, right: int) -> None:
         """Nothing to learn."""

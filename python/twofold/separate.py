@@ -21,6 +21,8 @@ def generate(target: Decoder, drafter: Decoder, prompt: Sequence[int], length: i
     known = len(prompt)  # tokens of the text in the drafter's cache
     while True:
         position = len(text) - 1  # of the last token, which the target has not decoded
+        for model in (target, drafter):
+            model.mark()
         with stats.timed("draft_s"):
             drafted = _draft(drafter, text, known, length)
         stats.count_draft(length)

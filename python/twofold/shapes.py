@@ -9,7 +9,7 @@ from pathlib import Path
 
 from twofold import errors
 from twofold.blocks import GgmlType
-from twofold.layout import block_number, is_split_name
+from twofold.layout import Ends, block_number, is_split_name
 from twofold.metadata import Gguf, Tensor
 from twofold.source import part_paths
 
@@ -67,6 +67,8 @@ class Model:
         bytes of norms, routers and the like, which lie with their layers.
     cache_token
         bytes of cache of one token, over all layers.
+    has_state
+        whether layers keep a recurrent state.
     """
 
     name: str
@@ -80,7 +82,7 @@ class Model:
     others: int
     cache_token: int
     matrices: tuple[Matrix, ...]
-    refused: str = ""
+    has_state: bool = False
 
     @cached_property
     def weights(self) -> int:
@@ -122,9 +124,9 @@ def describe(name: str, keys: Gguf, tensors: dict[str, Tensor]) -> Model:
         except errors.FormatError:  # a list, one value a layer
             return default
 
-    last = key("block_count", 1 << 31) - key("nextn_predict_layers", 0)
+    ends = Ends.of(architecture, key)
     share = key("expert_used_count", 0) / max(1, key("expert_count", 0))
-    matrices = [m for t in tensors.values() if (m := _matrix(t, last, share)) is not None]
+    matrices = [m for t in tensors.values() if (m := _matrix(t, ends, share)) is not None]
     embedding = tensors.get("token_embd.weight")
     tied = "output.weight" not in tensors and embedding is not None
     if tied and embedding is not None:
@@ -133,17 +135,17 @@ def describe(name: str, keys: Gguf, tensors: dict[str, Tensor]) -> Model:
         raise errors.ArgumentError(f"{name}: no language model: it lacks an embedding or matrices of layers")
     inside = {matrix.name for matrix in matrices} | {"token_embd.weight"}
     others = sum(t.bytes for t in tensors.values() if t.name not in inside)
-    refused = "its recurrent state cannot be rolled back yet" if any(map(_is_recurrent, tensors)) else ""
     layers = len({matrix.layer for matrix in matrices if matrix.layer is not None})
     return Model(
         name, architecture, layers, embedding.shape[-2], embedding.width, key("context_length", 0), tied,
-        embedding.bytes, others, _cache_token(tensors, last, key), tuple(matrices), refused,
+        embedding.bytes, others, _cache_token(tensors, ends, key), tuple(matrices),
+        any(map(_is_recurrent, tensors)),
     )  # fmt: skip
 
 
-def _matrix(tensor: Tensor, last: int, share: float) -> Matrix | None:
+def _matrix(tensor: Tensor, ends: Ends, share: float) -> Matrix | None:
     layer = block_number(tensor.name)
-    if not is_split_name(tensor.name) or not 2 <= len(tensor.shape) <= 3 or (layer is not None and layer >= last):
+    if not is_split_name(tensor.name) or not 2 <= len(tensor.shape) <= 3 or not ends.uses(tensor.name):
         return None
     experts = tensor.shape[0] if len(tensor.shape) == 3 else 1
     used = share if experts > 1 and share else 1.0
@@ -154,14 +156,13 @@ def _is_recurrent(name: str) -> bool:
     return any(part in name for part in _RECURRENT)
 
 
-def _cache_token(tensors: dict[str, Tensor], last: int, key: Callable[[str, int], int]) -> int:
+def _cache_token(tensors: dict[str, Tensor], ends: Ends, key: Callable[[str, int], int]) -> int:
     """Bytes of cache a token takes: rows of the matrices that make keys and values, as float16."""
     values = 0
     latent = key("attention.kv_lora_rank", 0)
     heads, size = key("attention.head_count_kv", 0), key("attention.key_length", 0)
     for name, tensor in tensors.items():
-        layer = block_number(name)
-        if layer is None or layer >= last:
+        if block_number(name) is None or not ends.uses(name):
             continue
         if name.endswith("attn_k.weight"):
             other = tensors.get(name.replace("attn_k.", "attn_v."), tensor)  # keys may serve as values too

@@ -6,7 +6,8 @@ decoded yet. A draft decodes last, d1 .. d(k-1) in draft mode, the check decodes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,6 +37,18 @@ class Drafting:
     text: Sequence[int] = ()
 
 
+@contextmanager
+def _taken_back(decoder: Decoder, position: int) -> Iterator[None]:
+    """Cut back to `position`, where the memory ends, when all is done."""
+    decoder.mark()
+    try:
+        yield
+    except BaseException:
+        decoder.keep(position)  # what failed is what is told
+        raise
+    decoder.truncate(position)
+
+
 def draft(decoder: Decoder, last: int, position: int, length: int, how: Drafting) -> list[int]:
     """Return what the base continues `last` with; the cells it used are freed again.
 
@@ -43,16 +56,13 @@ def draft(decoder: Decoder, last: int, position: int, length: int, how: Drafting
     """
     tokens: list[int] = []
     goes_on = True
-    try:
-        with decoder.drafting(), decoder.guessing(how.sampler) as guess:
-            while goes_on and len(tokens) < length:
-                before = tokens[-1] if tokens else last
-                made, first = _step(decoder, before, position + len(tokens), length - len(tokens), tokens, how, guess)
-                tokens += made
-                for row, token in enumerate(made, first):
-                    goes_on = goes_on and how.pace.goes_on(partial(decoder.confidence, row, token))
-    finally:
-        decoder.truncate(position)
+    with _taken_back(decoder, position), decoder.drafting(), decoder.guessing(how.sampler) as guess:
+        while goes_on and len(tokens) < length:
+            before = tokens[-1] if tokens else last
+            made, first = _step(decoder, before, position + len(tokens), length - len(tokens), tokens, how, guess)
+            tokens += made
+            for row, token in enumerate(made, first):
+                goes_on = goes_on and how.pace.goes_on(partial(decoder.confidence, row, token))
     return tokens
 
 
@@ -66,6 +76,7 @@ def _step(
     guess: Callable[[int], int],
 ) -> tuple[list[int], int]:
     """Decode one token, and guesses after it; return the base's tokens and the row of the first."""
+    decoder.truncate(position)  # of the guesses before, those that were wrong
     guesses = how.proposer.propose(how.text, drafted, room - 1) if how.proposer is not None and room > 1 else []
     decoder.decode([before, *guesses], position, all_rows=bool(guesses))
     if not guesses or how.proposer is None:
@@ -76,7 +87,6 @@ def _step(
         if row == len(guesses) or made[row] != guesses[row]:
             break
     how.proposer.outcome(len(guesses), len(made) - 1)
-    decoder.truncate(position + len(made))
     return made, 0
 
 
@@ -86,15 +96,12 @@ def agreeing(decoder: Decoder, text: Sequence[int], position: int, limit: int) -
     Drafting ends at that one. The draft tokens that agree are the text's, so each decode takes the next token of it.
     """
     count = 0
-    try:
-        with decoder.drafting():
-            while count < limit:
-                decoder.decode([text[count]], position + count, all_rows=False)
-                if decoder.greedy(-1) != text[count + 1]:
-                    break
-                count += 1
-    finally:
-        decoder.truncate(position)
+    with _taken_back(decoder, position), decoder.drafting():
+        while count < limit:
+            decoder.decode([text[count]], position + count, all_rows=False)
+            if decoder.greedy(-1) != text[count + 1]:
+                break
+            count += 1
     return count
 
 

@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from twofold import separate
+from twofold import errors, separate
 from twofold.decoder import BaseLlama, end_of_generation
 from twofold.llama import Llama
 from twofold.loop import MAX_DRAFT
 from twofold.ordinary import OrdinaryLlama
 from twofold.pace import Auto, Fixed, Pace
+from twofold.rollback import Cells
 from twofold.stats import Stats
 
 Tokens = Sequence[int]
@@ -105,7 +106,17 @@ def of_pair(
 
 
 def of_ordinary(llm: OrdinaryLlama, model: str, lookups: Sequence[int], sampling: Sampling) -> Iterator[Strategy]:
-    """Yield plain decoding by llama_cpp, and with prompt lookup of each length."""
+    """Yield plain decoding by llama_cpp, and with prompt lookup of each length.
+
+    Raises
+    ------
+    UnsupportedError
+        for prompt lookup with a model whose state llama_cpp cannot cut back.
+    """
+    if lookups and not isinstance(llm.decoder.rollback, Cells):
+        raise errors.UnsupportedError(
+            f"{model}: llama_cpp has no prompt lookup for models with a state; give --lookup alone"
+        )
     plain = f"{_short(model)} plain"
     yield Strategy(plain, model, 0, None, None, llm, lambda *text: _run_plain(llm, sampling, *text))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from twofold import errors
-from twofold.decoder import vocabulary
+from twofold.architecture import vocabulary
 
 
 def shared_vocabulary(paths: Sequence[Path]) -> list[bytes]:
