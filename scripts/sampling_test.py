@@ -31,7 +31,8 @@ from chain import accept, distribution
 from make_tiny import write_tiny
 from twofold import speculate
 from twofold.convert import convert
-from twofold.decoder import Decoder, make_sampler, quiet_log
+from twofold.decoder import Decoder, make_sampler
+from twofold.llama_log import quiet_log
 
 PROMPT = "the people would have there about which"
 DRAFT = 2
