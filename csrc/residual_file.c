@@ -282,15 +282,23 @@ static uint64_t fnv1a(uint64_t hash, const void *data, size_t bytes) {
     return hash;
 }
 
+enum { WINDOWS = 64, WINDOW = 1024 };
+
+uint64_t tf_window_count(uint64_t bytes) { return bytes <= WINDOWS * WINDOW ? 1 : WINDOWS; }
+
+tf_window tf_fingerprint_window(uint64_t bytes, uint64_t index) {
+    if (bytes <= WINDOWS * WINDOW) {
+        return (tf_window){0, bytes};
+    }
+    return (tf_window){(bytes - WINDOW) / (WINDOWS - 1) * index, WINDOW};
+}
+
 uint64_t tf_fingerprint(int32_t type, const int64_t *ne, const void *data, uint64_t bytes) {
-    enum { WINDOWS = 64, WINDOW = 1024 };
     uint64_t hash = fnv1a(0xcbf29ce484222325u, &type, sizeof type);
     hash = fnv1a(hash, ne, 4 * sizeof *ne);
-    if (bytes <= WINDOWS * WINDOW) {
-        return fnv1a(hash, data, bytes);
-    }
-    for (uint64_t i = 0; i < WINDOWS; i++) {
-        hash = fnv1a(hash, (const uint8_t *)data + (bytes - WINDOW) / (WINDOWS - 1) * i, WINDOW);
+    for (uint64_t i = 0; i < tf_window_count(bytes); i++) {
+        const tf_window window = tf_fingerprint_window(bytes, i);
+        hash = fnv1a(hash, (const uint8_t *)data + window.offset, window.bytes);
     }
     return hash;
 }

@@ -30,5 +30,12 @@ tf_status tf_check_planes(const tf_planes *planes);
  * stands for the middle of the values that it can mean. */
 static inline float tf_code_offset(int32_t bits) { return (bits == 4 ? 8.0f : bits == 6 ? 2.0f : 0.5f) - 128.0f; }
 
+/* The parts of a tensor's data that its fingerprint is made of. */
+typedef struct tf_window {
+    uint64_t offset, bytes;
+} tf_window;
+uint64_t tf_window_count(uint64_t bytes);
+tf_window tf_fingerprint_window(uint64_t bytes, uint64_t index);
+
 float tf_half_to_float(uint16_t half);
 uint16_t tf_float_to_half(float value);
