@@ -5,9 +5,15 @@
  * for nodes that the engine computes in ggml's place, the answer is false: nothing is split off. Called with a result,
  * the answer must be true, or the scheduler drops the rest of the split. */
 #include "engine.h"
+#include "ggml-backend.h"
 
 static bool callback(struct ggml_tensor *node, bool ask, void *engine) {
     return ask ? tf_engine_wants(engine, node) : tf_engine_apply(engine, node);
 }
 
 const void *tf_engine_callback(void) { return (const void *)&callback; }
+
+bool tf_plugin_active(void) {
+    ggml_backend_reg_t reg = ggml_backend_reg_by_name("twofold");
+    return reg != NULL && ggml_backend_reg_get_proc_address(reg, "twofold_active") != NULL;
+}

@@ -112,6 +112,19 @@ static bool open_residual(const char *path, int32_t threads) {
     return true;
 }
 
+static void preload(void) {
+    for (int64_t i = 0; i < tf_residual_count(tf_the_plugin.residual); i++) {
+        tf_residual_tensor tensor;
+        tf_residual_get(tf_the_plugin.residual, i, &tensor);
+        tf_residual_load(&tensor, tf_the_plugin.bits, false);
+    }
+}
+
+void tf_plugin_preload(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, preload);
+}
+
 static bool read_settings(void) {
     tf_plugin *p = &tf_the_plugin;
     int32_t strict, claim, self_draft, threads;

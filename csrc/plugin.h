@@ -33,6 +33,9 @@ void tf_plugin_say(int32_t level, const char *format, ...) TF_PRINTF(2, 3);
 /* Says what is wrong; from now on the base is served alone, or the program ends if it is to be strict. */
 void tf_plugin_refuse(const char *format, ...) TF_PRINTF(1, 2);
 
+/* Reads the planes in use into memory, once. */
+void tf_plugin_preload(void);
+
 /* ---- plugin_ggml.c ---------------------------------------------------------------------------- */
 
 /* Finds ggml's functions in the library that `caller` lies in, or in what it depends on. NULL if all are there, else the

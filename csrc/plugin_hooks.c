@@ -128,6 +128,9 @@ static ggml_backend_t hooked_init(ggml_backend_dev_t device, const char *paramet
     if (backend == NULL || h->refused) {
         return backend;
     }
+    if (atomic_load(&tf_the_plugin.active)) { /* not for the self-test, nor to list devices */
+        tf_plugin_preload();
+    }
     pthread_mutex_lock(&tf_the_plugin.lock);
     const char *problem = hook_backend(h, backend);
     h->refused = problem != NULL;

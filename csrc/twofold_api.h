@@ -7,7 +7,7 @@
  *
  * Every function that returns tf_status leaves a message for tf_error() when it is not TF_OK. */
 
-enum { TF_ABI = 4 };
+enum { TF_ABI = 5 };
 
 typedef enum tf_status {
     TF_OK = 0,
@@ -213,6 +213,8 @@ tf_status tf_engine_end(tf_engine *engine);
 tf_counters tf_engine_counters(const tf_engine *engine);
 /* To put into llama_context_params.cb_eval, with the engine as cb_eval_user_data. */
 const void *tf_engine_callback(void);
+/* Whether libggml-twofold.so is at work in this process: with both, the residual would be added twice. */
+bool tf_plugin_active(void);
 
 /* ---- sampling ------------------------------------------------------------------------------- */
 

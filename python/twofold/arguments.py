@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
         _add_info,
         _add_accept,
         _add_bench,
+        _add_plugin,
     ):
         add(parsers)
     about = "predict tokens a second of ways to run a model on a machine, and say which to take"
@@ -263,6 +264,13 @@ def _add_info(parsers: Parsers) -> None:
     about = "show versions, CPU, kernels and devices"
     parser = _command(parsers, "info", commands.info, about, "--json")
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_plugin(parsers: Parsers) -> None:
+    about = "show the plugin for stock llama.cpp programs, and the line to run one with it"
+    parser = _command(parsers, "plugin", commands.show_plugin, about, "--residual model.residual.gguf")
+    parser.add_argument("--path", action="store_true", help="print the plugin's path only, for GGML_BACKEND_PATH")
+    parser.add_argument("--residual", metavar="FILE", help="name this residual and its base in the line")
 
 
 def _add_accept(parsers: Parsers) -> None:

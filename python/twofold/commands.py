@@ -20,6 +20,7 @@ from twofold import (
     evalreport,
     hub,
     plan_command,
+    plugin,
     report,
     results,
 )
@@ -159,6 +160,12 @@ def info(arguments: Namespace) -> int:
     """Run ``twofold info``."""
     found = machine.collect()
     print(json.dumps(found) if arguments.json else machine.render(found))
+    return 0
+
+
+def show_plugin(arguments: Namespace) -> int:
+    """Run ``twofold plugin``."""
+    print(plugin.library() if arguments.path else plugin.usage(arguments.residual))
     return 0
 
 

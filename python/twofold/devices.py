@@ -7,10 +7,12 @@ depends on, so they come from the one copy of ggml that runs.
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import llama_cpp
@@ -44,6 +46,12 @@ def llama_system_info() -> str:
     """Return llama.cpp's own line about its build and this CPU."""
     _start()
     return str(llama_cpp.llama_print_system_info().decode("utf-8", "replace")).strip()
+
+
+def load_backend(path: Path) -> bool:
+    """Load a library into ggml as a backend; False if ggml does not take it."""
+    _start()
+    return bool(_function("ggml_backend_load", ctypes.c_void_p, ctypes.c_char_p)(os.fsencode(path)))
 
 
 def _start() -> None:

@@ -117,6 +117,11 @@ class Engine:
         c = lib.tf_engine_counters(self._c)
         return {field: getattr(c, field) for field, _ in ffi.typeof("tf_counters").fields}
 
+    @staticmethod
+    def plugin_active() -> bool:
+        """Whether libggml-twofold.so completes models in this process already."""
+        return bool(lib.tf_plugin_active())
+
     @property
     def callback(self) -> int:
         """Address for llama_context_params.cb_eval."""

@@ -31,7 +31,14 @@ def load_engine(
     ------
     FileAccessError, FormatError, FormatVersionError, MismatchError
         if the residual is missing, damaged, of another version or of another base.
+    UnsupportedError
+        if the plugin is active in this process.
     """
+    if Engine.plugin_active():
+        raise errors.UnsupportedError(
+            "libggml-twofold.so is at work in this process and would add the residual a second time: unset "
+            "GGML_BACKEND_PATH, or use llama_cpp.Llama, which the plugin serves"
+        )
     pair = open_pair(base, Path(residual) if residual else None)
     engine = Engine(pair.residual, arguments["n_threads_batch"] or physical_cores())
     engine.claim(pair.has_base_kernels if claim is None else claim)
