@@ -1,5 +1,6 @@
 /* The few private parts of ggml's backend interface that the plugin touches: three objects that begin with tables of
- * functions. Their public declarations are opaque. Only what tf_layout_check() and the self-test have confirmed is used.
+ * functions. Their public declarations are opaque. Only what tf_layout_check() and the self-test have confirmed is
+ * used.
  *
  *   ggml_backend_reg     int api_version, functions, context
  *   ggml_backend_device  functions, reg, context

@@ -1,7 +1,7 @@
 /* What llama.cpp's loader calls, settings, and what happens when something is not as it should be.
  *
- * The loader may call ggml_backend_init() several times. It gets a registry without devices, which also tells whether the
- * plugin is at work: ggml_backend_reg_get_proc_address(reg, "twofold_active") is not NULL then. */
+ * The loader may call ggml_backend_init() several times. It gets a registry without devices, which also tells whether
+ * the plugin is at work: ggml_backend_reg_get_proc_address(reg, "twofold_active") is not NULL then. */
 #define _GNU_SOURCE
 #include "plugin.h"
 
@@ -50,8 +50,9 @@ void tf_plugin_refuse(const char *format, ...) {
 __attribute__((destructor)) static void say_totals(void) {
     if (tf_the_plugin.engine != NULL) {
         const tf_counters c = tf_engine_counters(tf_the_plugin.engine);
-        tf_plugin_say(2, "%llu products completed, %.3f GB of residual read, %.3f GB of base rearranged; fetch %.2f s, "
-                         "compute %.2f s, store %.2f s",
+        tf_plugin_say(2,
+                      "%llu products completed, %.3f GB of residual read, %.3f GB of base rearranged; fetch %.2f s, "
+                      "compute %.2f s, store %.2f s",
                       (unsigned long long)c.nodes, 1e-9 * (double)c.residual_bytes, 1e-9 * (double)c.base_bytes,
                       c.fetch_s, c.compute_s, c.store_s);
     }
@@ -232,7 +233,8 @@ static ggml_backend_reg_t start(const void *caller) {
     problem = try_hooks();
     if (problem != NULL) {
         tf_unhook_all();
-        tf_plugin_refuse("%s (ggml %s in %s): nothing is changed", problem, tf_ggml_found_version(), tf_ggml_found_in());
+        tf_plugin_refuse("%s (ggml %s in %s): nothing is changed", problem, tf_ggml_found_version(),
+                         tf_ggml_found_in());
         return &registry;
     }
     tf_hooks_set_computer(tf_models_compute);

@@ -38,8 +38,8 @@ void tf_plugin_preload(void);
 
 /* ---- plugin_ggml.c ---------------------------------------------------------------------------- */
 
-/* Finds ggml's functions in the library that `caller` lies in, or in what it depends on. NULL if all are there, else the
- * name of one that is not. */
+/* Finds ggml's functions in the library that `caller` lies in, or in what it depends on. NULL if all are there, else
+ * the name of one that is not. */
 const char *tf_ggml_find(const void *caller);
 /* Part of a graph, without copying it; NULL where ggml does not export that function. The struct is opaque, and at
  * least as large as ggml's own, which is returned through a pointer. */

@@ -1,5 +1,5 @@
-/* Our functions in place of some of ggml's: a device's init_backend, and in each backend it makes graph_compute and free.
- * Objects are compared with what public functions say of them before a word is changed. */
+/* Our functions in place of some of ggml's: a device's init_backend, and in each backend it makes graph_compute and
+ * free. Objects are compared with what public functions say of them before a word is changed. */
 #include <stdint.h>
 #include <string.h>
 #include <unistd.h>

@@ -18,7 +18,7 @@ typedef struct known {
     uint64_t applied;
 } known;
 
-static known *models;    /* one for each entry of the engine's registry */
+static known *models;     /* one for each entry of the engine's registry */
 static int64_t belonging; /* weights found to be ours since the last forgetting */
 static int64_t unread;    /* of those, weights whose bytes could not be read */
 static tf_entry *first;   /* the first that was met: when it comes again, a pass is over */
@@ -117,15 +117,17 @@ static void check_complete(const tf_entry *entry) {
         complete = true;
         for (int64_t i = 0; i < r->count; i++) {
             if (models[i].applied == 0) {
-                tf_plugin_refuse("the residual of %s was never applied: the graph does not use this weight in a matrix "
-                                 "product of its own",
-                                 r->entries[i].tensor.name);
+                tf_plugin_refuse(
+                    "the residual of %s was never applied: the graph does not use this weight in a matrix "
+                    "product of its own",
+                    r->entries[i].tensor.name);
                 return;
             }
         }
         if (unread > 0) {
-            tf_plugin_say(1, "%lld weights lie where they cannot be read: their names and shapes fit, their bytes were "
-                             "not compared",
+            tf_plugin_say(1,
+                          "%lld weights lie where they cannot be read: their names and shapes fit, their bytes were "
+                          "not compared",
                           (long long)unread);
         }
     }

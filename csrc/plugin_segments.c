@@ -1,5 +1,5 @@
-/* A graph in pieces. ggml has computed a piece, and nothing after it, when its last node's result is changed; no later op
- * has been fused with it. The same is done by ggml's scheduler for its eval callback. */
+/* A graph in pieces. ggml has computed a piece, and nothing after it, when its last node's result is changed; no later
+ * op has been fused with it. The same is done by ggml's scheduler for its eval callback. */
 #include "plugin.h"
 
 /* The piece as a graph of its own, made of public calls. It does not know how often results are used elsewhere, which

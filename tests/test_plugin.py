@@ -1,4 +1,4 @@
-"""libggml-twofold.so in llama_cpp, which is a stock llama.cpp: right results, and what happens when something is wrong."""
+"""libggml-twofold.so in llama_cpp, which is a stock llama.cpp: right results, and what happens if something is wrong."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import pytest
-from plugin_host import PROMPT
 
 import twofold
 from make_tiny import write_tiny
+from plugin_host import PROMPT
 from twofold import plugin
 from twofold.cli import main
 from twofold.convert import convert
@@ -182,8 +182,8 @@ def test_settings_that_are_not_allowed(tiny_pair: Path, alone: Result, variable:
 
 def test_a_program_that_hides_its_ggml() -> None:
     """Built with static libraries: nothing of ggml can be found, and nothing is changed."""
-    code = f"import ctypes; lib = ctypes.CDLL({str(plugin.library())!r}); lib.ggml_backend_init.restype = ctypes.c_void_p\n"
-    code += "print(lib.ggml_backend_init())"
+    code = f"import ctypes; init = ctypes.CDLL({str(plugin.library())!r}).ggml_backend_init\n"
+    code += "init.restype = ctypes.c_void_p; print(init())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "None\n"
     assert "does not give its ggml away (no function ggml_" in done.stderr

@@ -1,4 +1,4 @@
-"""The plugin in programs that no one here wrote: a prebuilt llama-server (scripts/install_stock.sh), llama_cpp's server."""
+"""The plugin in others' programs: a prebuilt llama-server (scripts/install_stock.sh) and llama_cpp's own server."""
 
 from __future__ import annotations
 
@@ -80,9 +80,7 @@ class Server:
         return list(got["tokens"])
 
     def logprobs(self, prompt: list[int], vocabulary: int) -> npt.NDArray[np.float64]:
-        got = self.ask(
-            "/completion", prompt=prompt, n_predict=1, temperature=0, n_probs=vocabulary, cache_prompt=False
-        )
+        got = self.ask("/completion", prompt=prompt, n_predict=1, temperature=0, n_probs=vocabulary, cache_prompt=False)
         out = np.full(vocabulary, -100.0)
         for entry in got["completion_probabilities"][0]["top_logprobs"]:
             out[entry["id"]] = max(entry["logprob"], -100.0)
