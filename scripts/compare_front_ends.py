@@ -1,10 +1,12 @@
-"""Time decodes of the full model through both front ends: the eval callback in `twofold.Llama`, the plugin in llama_cpp.
+"""Time decodes of the full model through both front ends: eval callback (`twofold.Llama`) and plugin (llama_cpp.Llama).
 
-python scripts/compare_front_ends.py model.base.gguf --columns 1 4 8 --rounds 5 [--gpu-layers -1]
+python scripts/compare_front_ends.py model.base.gguf --columns 2 4 8 --rounds 5 [--gpu-layers -1]
 
-A process can have only one front end, so each round starts one of each, in changing order; in each, every width is decoded
---repeat times at the same place of the cache. Printed are medians over all, in milliseconds, and the median over
-rounds of plugin / callback. `draft` is a decode of one token by the base alone, which only the callback's side has.
+A process can have only one front end, so each round starts one of each, in changing order. In each, every width is
+decoded --repeat times at the same place of the cache, with logits for the last token. Printed are medians over all, in
+milliseconds, and the median over rounds of plugin / callback. `draft` is a decode of one token by the base alone, which
+only the callback's side has. From two columns on both decode the same: a single token `twofold.Llama` decodes beside
+another one.
 """
 
 from __future__ import annotations
@@ -40,15 +42,26 @@ def load(args: argparse.Namespace) -> Any:
     return twofold.Llama(args.base, draft_tokens=0, **settings)
 
 
-def decode(llm: Any, tokens: list[int], columns: int, repeat: int) -> list[float]:
-    """Seconds of decodes of so many tokens after the prompt."""
+def plugin_decode(llm: Any, tokens: list[int], place: int) -> None:
+    """Decode tokens at a place of the cache with llama_cpp."""
+    llm.n_tokens = place
+    llm.eval(tokens)
+
+
+def callback_decode(llm: Any, tokens: list[int], place: int) -> None:
+    """Do the same with twofold's decoder."""
+    llm._decoder.truncate(place)
+    llm._decoder.decode(tokens, place, all_rows=False)
+
+
+def timed(llm: Any, decode: Any, token: int, columns: int, place: int, repeat: int) -> list[float]:
+    """Seconds of decodes of so many tokens; the first, which builds the graph, does not count."""
     seconds = []
     for _ in range(repeat + 1):
-        llm.n_tokens = len(tokens)
         start = time.perf_counter()
-        llm.eval([tokens[-1]] * columns)
+        decode(llm, [token] * columns, place)
         seconds.append(time.perf_counter() - start)
-    return seconds[1:]  # the first builds the graph
+    return seconds[1:]
 
 
 def child(args: argparse.Namespace) -> None:
@@ -56,10 +69,11 @@ def child(args: argparse.Namespace) -> None:
     llm = load(args)
     tokens = llm.tokenize(PROMPT.encode())
     llm.eval(tokens)
-    found = {str(columns): decode(llm, tokens, columns, args.repeat) for columns in args.columns}
+    decode = plugin_decode if args.child == "plugin" else callback_decode
+    found = {str(n): timed(llm, decode, tokens[-1], n, len(tokens), args.repeat) for n in args.columns}
     if args.child == "callback":
-        llm.residual_bits = 0
-        found["draft"] = decode(llm, tokens, 1, args.repeat)
+        with llm._decoder.drafting():
+            found["draft"] = timed(llm, decode, tokens[-1], 1, len(tokens), args.repeat)
     print(json.dumps(found))
 
 
@@ -76,7 +90,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("base", type=Path)
-    parser.add_argument("--columns", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--columns", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)

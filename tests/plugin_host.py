@@ -33,6 +33,25 @@ def register(version: int) -> None:
     llama_cpp.llama_cpp._lib.ggml_backend_register(ctypes.byref(registry))
 
 
+def surprise() -> Any:
+    """Let the CPU's first backend fail, which is the plugin's self-test; returns whether the device is as before."""
+    lib = llama_cpp.llama_cpp._lib
+    lib.ggml_backend_dev_by_type.restype = ctypes.c_void_p
+    slots = ctypes.cast(lib.ggml_backend_dev_by_type(0), ctypes.POINTER(ctypes.c_void_p))
+    kind = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
+    original, calls = kind(slots[5]), []
+
+    def init(device: int, parameters: bytes) -> int | None:
+        calls.append(device)
+        return None if len(calls) == 1 else original(device, parameters)
+
+    ours = kind(init)
+    KEEP.extend((original, ours))
+    slots[5] = ctypes.cast(ours, ctypes.c_void_p).value
+    placed = slots[5]
+    return lambda: slots[5] == placed and len(calls) > 1
+
+
 def logits(path: str, tokens: int) -> tuple[list[float], list[int]]:
     """The logits after the prompt, and the greedy tokens from there on."""
     # One thread would hide races; the batch is smaller than the prompt, so that it is decoded in parts.
@@ -52,20 +71,23 @@ def logits(path: str, tokens: int) -> tuple[list[float], list[int]]:
 
 
 def main(model: str, *options: str) -> None:
-    """Options: version=N registers a foreign backend; load (any number of times); twice: the model again, anew."""
+    """Options: version=N and surprise: see above; load, any number of times; then=MODEL: another one afterwards; ours."""
     llama_cpp.llama_backend_init()
     lib = llama_cpp.llama_cpp._lib
     lib.ggml_backend_load.restype = ctypes.c_void_p
-    loaded = []
+    loaded, restored = [], None
     for option in options:
         if option.startswith("version="):
             register(int(option.removeprefix("version=")))
+        elif option == "surprise":
+            restored = surprise()
         elif option == "load":
             loaded.append(bool(lib.ggml_backend_load(os.environ["PLUGIN"].encode())))
     first, tokens = logits(model, 12)
     found = {"loaded": loaded, "logits": first, "tokens": tokens, "devices": lib.ggml_backend_dev_count()}
-    if "twice" in options:
-        found["again"] = logits(model, 12)
+    if restored:
+        found["restored"] = restored()
+    found["then"] = [logits(option.removeprefix("then="), 12) for option in options if option.startswith("then=")]
     if "ours" in options:
         import twofold
 

@@ -1,4 +1,4 @@
-"""libggml-twofold.so in llama_cpp, which is a stock llama.cpp: right results, and what happens if something is wrong."""
+"""libggml-twofold.so in llama_cpp, a stock llama.cpp: right results, and what happens if something is wrong."""
 
 from __future__ import annotations
 
@@ -108,12 +108,14 @@ def test_bits_0_is_the_base(tiny_pair: Path, alone: Result) -> None:
 
 
 def test_is_loaded_several_times_and_serves_a_model_that_is_loaded_anew(tiny_pair: Path, alone: Result) -> None:
-    found = host(tiny_pair, *["load"] * 3, "twice", TWOFOLD_RESIDUAL=residual_path(tiny_pair), TWOFOLD_LOG="2")
+    found = host(
+        tiny_pair, *["load"] * 3, f"then={tiny_pair}", TWOFOLD_RESIDUAL=residual_path(tiny_pair), TWOFOLD_LOG="2"
+    )
     once = host(tiny_pair, "load", TWOFOLD_RESIDUAL=residual_path(tiny_pair))
     assert found.found["loaded"] == [True] * 3
     assert found.found["devices"] == alone.found["devices"]
     assert np.array_equal(found.logits, once.logits)
-    assert found.found["again"] == [once.found["logits"], once.found["tokens"]]
+    assert found.found["then"] == [[once.found["logits"], once.found["tokens"]]]
     assert sum("completes its base" in line for line in found.lines) == 1
 
 
@@ -145,6 +147,14 @@ def test_another_residual(tiny_pair: Path, other_pair: Path, alone: Result) -> N
     refused(tiny_pair, alone, "does not belong to this model: blk.0.attn_q.weight", TWOFOLD_RESIDUAL=residual)
 
 
+def test_another_model_after_the_right_one(tiny_pair: Path, other_pair: Path) -> None:
+    """What was known of the first model's weights must not be believed of those that lie there now."""
+    found = host(tiny_pair, "load", f"then={other_pair}", TWOFOLD_RESIDUAL=residual_path(tiny_pair))
+    assert [line for line in found.lines if "does not belong to this model" in line] == [found.lines[-1]]
+    assert found.found["tokens"] == ours(tiny_pair)[1]
+    assert found.found["then"][0][1] == host(other_pair).found["tokens"]
+
+
 def test_another_residual_where_weights_are_not_claimed(tiny_pair: Path, other_pair: Path, alone: Result) -> None:
     residual = residual_path(other_pair)
     found = host(tiny_pair, "load", TWOFOLD_RESIDUAL=residual, TWOFOLD_CLAIM="0", TWOFOLD_STRICT="1")
@@ -167,6 +177,14 @@ def test_another_version_of_the_interface(tiny_pair: Path, alone: Result) -> Non
     message = "backend interface has version 3, this plugin knows 2"
     found = refused(tiny_pair, alone, message, "version=3", "load", TWOFOLD_RESIDUAL=residual)
     assert found.found["loaded"] == [False]
+
+
+def test_a_surprise_in_the_self_test(tiny_pair: Path, alone: Result) -> None:
+    residual = residual_path(tiny_pair)
+    message = "the CPU's backends are not made where they should (ggml "
+    found = refused(tiny_pair, alone, message, "surprise", "load", TWOFOLD_RESIDUAL=residual)
+    assert found.found["restored"]
+    assert "nothing is changed" in found.lines[0]
 
 
 @pytest.mark.parametrize(
