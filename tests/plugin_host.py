@@ -52,10 +52,12 @@ def surprise() -> Any:
     return lambda: slots[5] == placed and len(calls) > 1
 
 
-def logits(path: str, tokens: int) -> tuple[list[float], list[int]]:
+def logits(path: str, tokens: int, layers: int = 0) -> tuple[list[float], list[int]]:
     """The logits after the prompt, and the greedy tokens from there on."""
     # One thread would hide races; the batch is smaller than the prompt, so that it is decoded in parts.
-    llm = llama_cpp.Llama(path, n_ctx=256, n_batch=4, n_threads=2, n_threads_batch=2, flash_attn=True, verbose=False)
+    llm = llama_cpp.Llama(
+        path, n_ctx=256, n_batch=4, n_threads=2, n_threads_batch=2, n_gpu_layers=layers, flash_attn=True, verbose=False
+    )
     prompt = llm.tokenize(PROMPT.encode())
     llm.eval(prompt)
     row = llama_cpp.llama_get_logits_ith(llm.ctx, -1)
@@ -71,7 +73,7 @@ def logits(path: str, tokens: int) -> tuple[list[float], list[int]]:
 
 
 def main(model: str, *options: str) -> None:
-    """Options: version=N and surprise: see above; load, any number of times; then=MODEL: another one afterwards; ours."""
+    """Options: version=N, surprise: see above; load, any number of times; gpu; then=MODEL: one more after it; ours."""
     llama_cpp.llama_backend_init()
     lib = llama_cpp.llama_cpp._lib
     lib.ggml_backend_load.restype = ctypes.c_void_p
@@ -83,7 +85,7 @@ def main(model: str, *options: str) -> None:
             restored = surprise()
         elif option == "load":
             loaded.append(bool(lib.ggml_backend_load(os.environ["PLUGIN"].encode())))
-    first, tokens = logits(model, 12)
+    first, tokens = logits(model, 12, -1 if "gpu" in options else 0)
     found = {"loaded": loaded, "logits": first, "tokens": tokens, "devices": lib.ggml_backend_dev_count()}
     if restored:
         found["restored"] = restored()

@@ -24,6 +24,7 @@ from twofold.cli import main
 from twofold.convert import convert
 from twofold.pairfile import residual_path
 
+VULKAN = {"GGML_VK_VISIBLE_DEVICES": "0"}
 HOST = Path(__file__).with_name("plugin_host.py")
 
 
@@ -60,11 +61,13 @@ def other_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert(folder / "llama.gguf", folder / "llama").base
 
 
-def ours(base: Path, *, claim: bool = True, bits: int | None = None) -> tuple[npt.NDArray[np.float64], list[int]]:
+def ours(
+    base: Path, *, claim: bool = True, bits: int | None = None, layers: int = 0
+) -> tuple[npt.NDArray[np.float64], list[int]]:
     """What `twofold.Llama` computes for the host's prompt, decoding plainly."""
     llm = twofold.Llama(
         base, n_ctx=256, n_batch=4, n_threads=2, n_threads_batch=2, verbose=False, draft_tokens=0, claim=claim,
-        residual_bits=bits,
+        residual_bits=bits, n_gpu_layers=layers,
     )  # fmt: skip
     prompt = llm.tokenize(PROMPT.encode())
     llm.eval(prompt)
@@ -91,6 +94,15 @@ def test_gives_what_the_callback_gives(tiny_pair: Path, alone: Result, claim: bo
     assert found.found["tokens"] == tokens
     assert np.abs(found.logits - alone.logits).max() > 0.01
     assert f"completes its base, {bits} bits, 2 threads" in found.lines[0]
+
+
+@pytest.mark.vulkan
+def test_gives_what_the_callback_gives_on_a_device(tiny_pair: Path) -> None:
+    found = host(tiny_pair, "load", "gpu", TWOFOLD_RESIDUAL=residual_path(tiny_pair), TWOFOLD_LOG="2", **VULKAN)
+    logits, tokens = ours(tiny_pair, layers=-1)
+    assert any("Vulkan0 is watched" in line for line in found.lines)
+    assert np.abs(found.logits - logits).max() < 1e-3
+    assert found.found["tokens"] == tokens
 
 
 def test_experts(tmp_path: Path) -> None:
