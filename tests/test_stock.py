@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pytest
 
 import twofold
-from twofold import plugin
+from twofold import devices, plugin
 from twofold.convert import convert
 from twofold.merge import merge
 from twofold.pairfile import residual_path
@@ -115,6 +115,7 @@ def merged(tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ours(base: Path, device: str) -> twofold.Llama:
+    assert device == "none" or device in {found.name for found in devices.devices()}, "GGML_VK_VISIBLE_DEVICES=0?"
     layers = 0 if device == "none" else -1
     return twofold.Llama(base, n_ctx=256, n_threads=2, n_gpu_layers=layers, draft_tokens=0, verbose=False)
 
