@@ -29,7 +29,7 @@
 
 #include "base_panels.h"
 
-enum { TF_BLOCK = 32, TF_MAX_COLUMNS = 8 };
+enum { TF_BLOCK = 32, TF_MAX_COLUMNS = 8, TF_WIDE_PANELS = 2, TF_WIDE_COLUMNS = 64 };
 
 #define TF_LARGEST 32639.0f    /* 127 * 256 + 127 */
 #define TF_LOW (1.0f / 256.0f) /* what a unit of low is to one of q */
@@ -64,6 +64,10 @@ static inline bool tf_has_low(const tf_columns *x, int64_t block) {
 
 /* tile: float32 [x->n][16], overwritten. */
 typedef void (*tf_panel_kernel)(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tile);
+/* The same for two panels and several blocks of columns, at most TF_WIDE_COLUMNS in all, each but the last with
+ * TF_MAX_COLUMNS. tiles: float32 [2][TF_WIDE_COLUMNS][16], aligned to 64 bytes. */
+typedef void (*tf_wide_kernel)(const tf_planes *planes, int64_t panel, const tf_columns *x, int32_t blocks,
+                               float *tiles);
 /* The same for a base of Q2_K to Q6_K. */
 typedef void (*tf_supers_kernel)(const tf_base *base, int64_t panel, const tf_columns *x, float *tile);
 /* Quantizes 32 activations to 16 bits, x = scale * (256 * high + low), and returns scale. sums: of high and of low,
@@ -94,6 +98,8 @@ void tf_supers_avx2(const tf_base *base, int64_t panel, const tf_columns *x, flo
 void tf_supers_avxvnni(const tf_base *base, int64_t panel, const tf_columns *x, float *tile);
 void tf_supers_avx512(const tf_base *base, int64_t panel, const tf_columns *x, float *tile);
 void tf_supers_neon(const tf_base *base, int64_t panel, const tf_columns *x, float *tile);
+
+void tf_wide_avx512(const tf_planes *planes, int64_t panel, const tf_columns *x, int32_t blocks, float *tiles);
 
 /* NULL name: the default. Returns NULL, with a message, for a name this CPU cannot run. */
 const tf_kernel *tf_kernel_find(const char *name);
