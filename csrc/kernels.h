@@ -79,7 +79,9 @@ typedef struct tf_kernel {
     tf_panel_kernel run;
     tf_supers_kernel run_supers;
     tf_quantizer quantize;
-    int32_t max_columns; /* of a block, at most TF_MAX_COLUMNS */
+    int32_t max_columns;     /* of a block, at most TF_MAX_COLUMNS */
+    tf_wide_kernel run_wide; /* may be NULL */
+    int32_t wide_from;       /* columns from which it is faster */
     bool (*supported)(void);
     /* Does `rounds` times the instruction that products are made of, on registers only; returns the
      * multiplications and additions done. NULL: no peak to compare with. */
