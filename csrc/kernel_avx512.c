@@ -11,7 +11,9 @@ INLINE void unit(const uint8_t *p4, const uint8_t *p6, const uint8_t *p8, const 
                  int n) {
     __m512i codes[4];
     unpack(p4, p6, p8, codes, bits);
+#pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
+#pragma GCC unroll 8
         for (int j = 0; j < n; j++) {
             const __m512i x = _mm512_set1_epi32(*(const int32_t *)(const void *)(q + (c * n + j) * 4));
             dots[j] = _mm512_dpbusd_epi32(dots[j], codes[c], x);
@@ -26,6 +28,7 @@ INLINE void block_sums(const streams *p, int64_t b, const tf_columns *x, const i
     for (int j = 0; j < n; j++) {
         dots[j] = _mm512_setzero_si512();
     }
+#pragma GCC unroll 2
     for (int u = 0; u < 2; u++) {
         const int64_t at = b * 2 + u;
         prefetch(p, at, PREFETCH, bits);
@@ -55,7 +58,10 @@ INLINE void panel_n(const tf_planes *planes, int64_t panel, const tf_columns *x,
         for (; b < end; b++) {
             block_sums(&p, b, x, x->q, 1.0f, sums, bits, n);
             if (tf_has_low(x, b)) {
-                block_sums(&p, b, x, x->low, TF_LOW, sums, bits, n);
+                streams again = p;
+                /* or GCC would keep all codes for the case that they are used again */
+                __asm__ volatile("" : "+r"(again.p4), "+r"(again.p6), "+r"(again.p8));
+                block_sums(&again, b, x, x->low, TF_LOW, sums, bits, n);
             }
         }
         const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(scales + g * TF_PANEL_ROWS)));
