@@ -265,9 +265,9 @@ static bool supported(void) {
 }
 
 const tf_kernel tf_kernel_avxvnni = {"avx-vnni", run, tf_supers_avxvnni, quantize, MAX_COLUMNS,
-                                     NULL,       0,   supported,         NULL};
+                                     NULL,       {0}, supported,         NULL};
 #else
 static bool supported(void) { return has_avx2(); }
 
-const tf_kernel tf_kernel_avx2 = {"avx2", run, tf_supers_avx2, quantize, MAX_COLUMNS, NULL, 0, supported, NULL};
+const tf_kernel tf_kernel_avx2 = {"avx2", run, tf_supers_avx2, quantize, MAX_COLUMNS, NULL, {0}, supported, NULL};
 #endif

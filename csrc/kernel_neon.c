@@ -161,4 +161,4 @@ static bool supported(void) {
 }
 
 const tf_kernel tf_kernel_neon = {"neon-dotprod", run, tf_supers_neon, quantize, TF_MAX_COLUMNS,
-                                  NULL,           0,   supported,      NULL};
+                                  NULL,           {0}, supported,      NULL};

@@ -65,7 +65,7 @@ static inline bool tf_has_low(const tf_columns *x, int64_t block) {
 /* tile: float32 [x->n][16], overwritten. */
 typedef void (*tf_panel_kernel)(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tile);
 /* The same for two panels and several blocks of columns, at most TF_WIDE_COLUMNS in all, each but the last with
- * TF_MAX_COLUMNS. tiles: float32 [2][TF_WIDE_COLUMNS][16], aligned to 64 bytes. */
+ * TF_MAX_COLUMNS; or for one block of more than 4. tiles: float32 [2][TF_WIDE_COLUMNS][16], aligned to 64 bytes. */
 typedef void (*tf_wide_kernel)(const tf_planes *planes, int64_t panel, const tf_columns *x, int32_t blocks,
                                float *tiles);
 /* The same for a base of Q2_K to Q6_K. */
@@ -81,7 +81,7 @@ typedef struct tf_kernel {
     tf_quantizer quantize;
     int32_t max_columns;     /* of a block, at most TF_MAX_COLUMNS */
     tf_wide_kernel run_wide; /* may be NULL */
-    int32_t wide_from;       /* columns from which it is faster */
+    int32_t wide_from[2];    /* columns from which it is faster, for codes of 4 bits and of more */
     bool (*supported)(void);
     /* Does `rounds` times the instruction that products are made of, on registers only; returns the
      * multiplications and additions done. NULL: no peak to compare with. */

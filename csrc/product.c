@@ -49,7 +49,7 @@ static columns columns_from(const tf_activations *x, int64_t block) {
 
 static void planes_tiles(const tf_kernel *kernel, const tf_planes *planes, int64_t panel, int64_t panels,
                          const columns *x, tiles *out) {
-    if (panels == TF_WIDE_PANELS && kernel->run_wide != NULL && x->n >= kernel->wide_from) {
+    if (panels == TF_WIDE_PANELS && kernel->run_wide != NULL && x->n >= kernel->wide_from[planes->bits > 4]) {
         kernel->run_wide(planes, panel, x->blocks, x->count, &out->at[0][0][0]);
         return;
     }

@@ -116,6 +116,9 @@ static void test_wide(const tf_kernel *kernel) {
                 }
             }
             compare_wide(kernel, &planes, x, 3);
+            if (last > 4) {
+                compare_wide(kernel, &planes, &x[2], 1);
+            }
             for (int b = 0; b < 3; b++) {
                 free_columns(&x[b]);
             }
