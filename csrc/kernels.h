@@ -31,7 +31,8 @@
 
 enum { TF_BLOCK = 32, TF_MAX_COLUMNS = 8, TF_WIDE_PANELS = 2, TF_WIDE_COLUMNS = 64 };
 
-#define TF_LARGEST 32639.0f    /* 127 * 256 + 127 */
+/* 127 * 256: in 8 bits the largest of a block has no error. 127 * 256 + 127 would fit, but be half a step off. */
+#define TF_LARGEST 32512.0f
 #define TF_LOW (1.0f / 256.0f) /* what a unit of low is to one of q */
 
 /* n columns of activations, quantized (activations.c), interleaved for broadcast loads. */
