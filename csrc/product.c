@@ -25,6 +25,10 @@ static void store_tiles(const tf_product *product, int64_t panel, int64_t first_
     for (int64_t j = 0; j < columns; j++) {
         const int64_t column = first_column + j;
         float *out = product->scatter != NULL ? product->scatter[column] : product->out + column * product->stride;
+        if (rows == TF_PANEL_ROWS && !product->add) {
+            memcpy(out + first, tile[j], sizeof tile[j]);
+            continue;
+        }
         for (int64_t row = 0; row < rows; row++) {
             out[first + row] = tile[j][row] + (product->add ? out[first + row] : 0.0f);
         }
