@@ -1,110 +1,145 @@
 /* AVX2, compiled twice: with TF_AVXVNNI for CPUs that have the 256-bit dot product, and without, where
  * vpmaddubsw takes its place. That one adds pairs in 16 bits and saturates, so the codes are fed to it in
- * parts of which two chunks cannot reach 32767: 6 bits (63 * 128 * 4 = 32256), or 4, and 2 more for 8 bits.
- * The integers come out the same. */
+ * parts that can be added up for a while before they are widened: all 8 chunks of a block in nibbles
+ * (15 * 128 * 16 = 30720), two chunks in 6 bits (63 * 128 * 4 = 32256). The integers come out the same. */
 #include <immintrin.h>
 #include <math.h>
 
 #include "kernels.h"
 
 #define INLINE static inline __attribute__((always_inline))
-enum { MAX_COLUMNS = 4 };
+/* Keeps GCC from loading or adding up what comes later first: there are 16 registers. */
+#define IN_ORDER(v) __asm__ volatile("" : "+x"(v))
+enum { MAX_COLUMNS = 4, PREFETCH = 4096 }; /* bytes ahead of the reader, as for AVX-512 */
 
 INLINE __m256i and8(__m256i a, int mask) { return _mm256_and_si256(a, _mm256_set1_epi8((char)mask)); }
-
-/* Chunk c of 4-bit codes, in bits 0-3. */
-INLINE __m256i four_bits(__m256i four, int c) { return and8(c % 2 ? _mm256_srli_epi16(four, 4) : four, 0x0f); }
-
-/* Chunk c of a 2-bit plane, in bits 0-1. */
-INLINE __m256i two_bits(__m256i two, int c) { return and8(_mm256_srli_epi16(two, 2 * c), 0x03); }
-
+INLINE __m256i left(__m256i v, int by) { return _mm256_slli_epi16(v, by); }
+INLINE __m256i right(__m256i v, int by) { return _mm256_srli_epi16(v, by); }
 INLINE __m256i load(const uint8_t *from) { return _mm256_loadu_si256((const __m256i *)from); }
-
-/* One chunk of 8 rows. codes = top << shift() | low. */
-typedef struct codes {
-    __m256i top, low;
-} codes;
-
-#ifdef TF_AVXVNNI
-INLINE int shift(int bits) {
-    (void)bits;
-    return 0; /* the dot product takes whole bytes */
-}
-
-INLINE codes unpack(__m256i a, __m256i b, __m256i d, int c, int bits) {
-    __m256i all = and8(c % 2 ? a : _mm256_slli_epi16(a, 4), 0xf0);
-    if (bits >= 6) {
-        const __m256i six = c == 0 ? _mm256_slli_epi16(b, 2) : _mm256_srli_epi16(b, 2 * (c - 1));
-        all = _mm256_or_si256(all, and8(six, 0x0c));
-    }
-    if (bits == 8) {
-        all = _mm256_or_si256(all, two_bits(d, c));
-    }
-    return (codes){all, _mm256_setzero_si256()};
-}
-
-/* Adds two chunks to a dot product. */
-INLINE __m256i multiply(__m256i dot, const codes *w, __m256i x0, __m256i x1, int bits) {
-    (void)bits;
-    return _mm256_dpbusd_avx_epi32(_mm256_dpbusd_avx_epi32(dot, w[0].top, x0), w[1].top, x1);
-}
-#else
-/* What is left to shift when a block is done. */
-INLINE int shift(int bits) { return bits == 4 ? 4 : bits == 6 ? 2 : 0; }
-
-INLINE codes unpack(__m256i a, __m256i b, __m256i d, int c, int bits) {
-    codes out = {four_bits(a, c), _mm256_setzero_si256()};
-    if (bits >= 6) {
-        out.top = _mm256_or_si256(_mm256_slli_epi16(out.top, 2), two_bits(b, c));
-    }
-    if (bits == 8) {
-        out.low = two_bits(d, c);
-    }
-    return out;
-}
-
-/* Adds two chunks to a dot product. */
-INLINE __m256i multiply(__m256i dot, const codes *w, __m256i x0, __m256i x1, int bits) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    const __m256i top = _mm256_add_epi16(_mm256_maddubs_epi16(w[0].top, x0), _mm256_maddubs_epi16(w[1].top, x1));
-    __m256i sum = _mm256_madd_epi16(top, ones);
-    if (bits == 8) {
-        const __m256i low = _mm256_add_epi16(_mm256_maddubs_epi16(w[0].low, x0), _mm256_maddubs_epi16(w[1].low, x1));
-        sum = _mm256_add_epi32(_mm256_slli_epi32(sum, 2), _mm256_madd_epi16(low, ones));
-    }
-    return _mm256_add_epi32(dot, sum);
-}
-#endif
+INLINE __m256i broadcast(const int8_t *q) { return _mm256_set1_epi32(*(const int32_t *)(const void *)q); }
 
 /* A panel's planes. */
 typedef struct streams {
     const uint8_t *p4, *p6, *p8;
 } streams;
 
+/* What the planes hold of 16 inputs ("a unit") and 8 rows. */
+typedef struct loaded {
+    __m256i four[2]; /* chunks 0 and 1, 2 and 3 */
+    __m256i six;
+    __m256i rest[2]; /* the lower nibbles of chunks 0 and 2, 1 and 3; of 6 bits with anything in their last 2 bits */
+} loaded;
+
+INLINE loaded load_unit(const streams *p, int64_t unit, int half, int bits) {
+    loaded l = {.four = {load(p->p4 + unit * 128 + half * 32), load(p->p4 + unit * 128 + 64 + half * 32)}};
+    l.six = bits >= 6 ? load(p->p6 + unit * 64 + half * 32) : l.four[0];
+    l.rest[0] = left(l.six, 2);
+    l.rest[1] = l.six;
+    if (bits == 8) {
+        const __m256i eight = load(p->p8 + unit * 64 + half * 32);
+        l.rest[0] = _mm256_or_si256(and8(l.rest[0], 0xcc), and8(eight, 0x33));
+        l.rest[1] = _mm256_or_si256(and8(l.rest[1], 0xcc), and8(right(eight, 2), 0x33));
+    }
+    return l;
+}
+
+INLINE __m256i low_nibble(const loaded *l, int c, int bits) {
+    return and8(c < 2 ? l->rest[c % 2] : right(l->rest[c % 2], 4), bits == 6 ? 0x0c : 0x0f);
+}
+
+#ifdef TF_AVXVNNI
+INLINE __m256i code(const loaded *l, int c, int bits) {
+    const __m256i high = and8(c % 2 ? l->four[c / 2] : left(l->four[c / 2], 4), 0xf0);
+    return bits == 4 ? high : _mm256_or_si256(high, low_nibble(l, c, bits));
+}
+
 /* Dot products of both halves of a panel over block b: twice the chains of one half, and x is loaded once. */
 INLINE void block_dots(const streams *p, int64_t b, const int8_t *q, __m256i (*dots)[MAX_COLUMNS], int bits, int n) {
     for (int j = 0; j < n; j++) {
         dots[0][j] = dots[1][j] = _mm256_setzero_si256();
     }
-    for (int pair = 0; pair < 4; pair++) {
-        const int64_t unit = b * 2 + pair / 2, four = unit * 128 + pair % 2 * 64;
-        codes w[2][2];
-        for (int half = 0; half < 2; half++) {
-            const __m256i a = load(p->p4 + four + half * 32);
-            const __m256i six = bits >= 6 ? load(p->p6 + unit * 64 + half * 32) : a;
-            const __m256i eight = bits == 8 ? load(p->p8 + unit * 64 + half * 32) : a;
-            w[half][0] = unpack(a, six, eight, pair % 2 * 2, bits);
-            w[half][1] = unpack(a, six, eight, pair % 2 * 2 + 1, bits);
-        }
-        for (int j = 0; j < n; j++) {
-            const int8_t *at = q + ((b * 8 + pair * 2) * n + j) * 4;
-            const __m256i x0 = _mm256_set1_epi32(*(const int32_t *)(const void *)at);
-            const __m256i x1 = _mm256_set1_epi32(*(const int32_t *)(const void *)(at + n * 4));
-            dots[0][j] = multiply(dots[0][j], w[0], x0, x1, bits);
-            dots[1][j] = multiply(dots[1][j], w[1], x0, x1, bits);
+    for (int u = 0; u < 2; u++) {
+        const loaded first = load_unit(p, b * 2 + u, 0, bits), second = load_unit(p, b * 2 + u, 1, bits);
+        for (int c = 0; c < 4; c++) {
+            const __m256i w0 = code(&first, c, bits), w1 = code(&second, c, bits);
+            for (int j = 0; j < n; j++) {
+                const __m256i x = broadcast(q + ((b * 8 + u * 4 + c) * n + j) * 4);
+                dots[0][j] = _mm256_dpbusd_avx_epi32(dots[0][j], w0, x);
+                dots[1][j] = _mm256_dpbusd_avx_epi32(dots[1][j], w1, x);
+                IN_ORDER(dots[1][j]);
+            }
         }
     }
 }
+#else
+INLINE __m256i high_nibble(const loaded *l, int c) {
+    return and8(c % 2 ? right(l->four[c / 2], 4) : l->four[c / 2], 0x0f);
+}
+
+INLINE __m256i six_bits(const loaded *l, int c) {
+    const __m256i high = c % 2 ? right(l->four[c / 2], 2) : left(l->four[c / 2], 2);
+    return _mm256_or_si256(and8(high, 0x3c), and8(right(l->six, 2 * c), 0x03));
+}
+
+/* Adds codes of 4 bits to sums of 16 bits. */
+INLINE void add_nibbles(__m256i codes, const int8_t *q, __m256i *sums, int n) {
+#pragma GCC unroll 4
+    for (int j = 0; j < n; j++) {
+        sums[j] = _mm256_add_epi16(sums[j], _mm256_maddubs_epi16(codes, broadcast(q + j * 4)));
+        IN_ORDER(sums[j]);
+    }
+}
+
+/* Adds two chunks of 6 bits. */
+INLINE void add_six_bits(__m256i code0, __m256i code1, const int8_t *q, __m256i *dots, int n) {
+#pragma GCC unroll 4
+    for (int j = 0; j < n; j++) {
+        const __m256i first = _mm256_maddubs_epi16(code0, broadcast(q + j * 4));
+        const __m256i sums = _mm256_add_epi16(first, _mm256_maddubs_epi16(code1, broadcast(q + (n + j) * 4)));
+        dots[j] = _mm256_add_epi32(dots[j], _mm256_madd_epi16(sums, _mm256_set1_epi16(4)));
+        IN_ORDER(dots[j]);
+    }
+}
+
+/* Dot products of half a panel over block b. */
+INLINE void half_dots(const streams *p, int64_t b, int half, const int8_t *q, __m256i *dots, int bits, int n) {
+    __m256i low[MAX_COLUMNS];
+#pragma GCC unroll 4
+    for (int j = 0; j < n; j++) {
+        low[j] = dots[j] = _mm256_setzero_si256();
+    }
+#pragma GCC unroll 2
+    for (int u = 0; u < 2; u++) {
+        const loaded l = load_unit(p, b * 2 + u, half, bits);
+        const int8_t *at = q + (b * 8 + u * 4) * n * 4;
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++, at += n * 4) {
+            if (bits == 6 && c % 2 == 0) {
+                add_six_bits(six_bits(&l, c), six_bits(&l, c + 1), at, dots, n);
+            }
+            if (bits != 6) {
+                add_nibbles(high_nibble(&l, c), at, dots, n);
+            }
+            if (bits == 8) {
+                add_nibbles(low_nibble(&l, c, bits), at, low, n);
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int j = 0; bits != 6 && j < n; j++) {
+        dots[j] = _mm256_madd_epi16(dots[j], _mm256_set1_epi16(16));
+        if (bits == 8) {
+            dots[j] = _mm256_add_epi32(dots[j], _mm256_madd_epi16(low[j], _mm256_set1_epi16(1)));
+        }
+    }
+}
+
+INLINE void block_dots(const streams *p, int64_t b, const int8_t *q, __m256i (*dots)[MAX_COLUMNS], int bits, int n) {
+    half_dots(p, b, 0, q, dots[0], bits, n);
+    __asm__ volatile("" : "+r"(q)); /* or GCC keeps what it has loaded of q, in memory */
+    half_dots(p, b, 1, q, dots[1], bits, n);
+}
+#endif
 
 /* Adds block b, as x->q or x->low has it, to the sums of n columns. */
 INLINE void block_sums(const streams *p, int64_t b, const tf_columns *x, const int8_t *q, float factor,
@@ -114,8 +149,21 @@ INLINE void block_sums(const streams *p, int64_t b, const tf_columns *x, const i
     for (int j = 0; j < n; j++) {
         const __m256 scale = _mm256_set1_ps(x->scale[b * n + j] * factor);
         for (int half = 0; half < 2; half++) {
-            const __m256i dot = _mm256_slli_epi32(dots[half][j], shift(bits));
-            sums[half][j] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), scale, sums[half][j]);
+            sums[half][j] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[half][j]), scale, sums[half][j]);
+        }
+    }
+}
+
+INLINE void prefetch(const streams *p, int64_t b, int bits) {
+    for (int line = 0; line < 4; line++) {
+        _mm_prefetch((const char *)p->p4 + b * 256 + line * 64 + PREFETCH, _MM_HINT_T0);
+    }
+    for (int line = 0; line < 2; line++) {
+        if (bits >= 6) {
+            _mm_prefetch((const char *)p->p6 + b * 128 + line * 64 + PREFETCH, _MM_HINT_T0);
+        }
+        if (bits == 8) {
+            _mm_prefetch((const char *)p->p8 + b * 128 + line * 64 + PREFETCH, _MM_HINT_T0);
         }
     }
 }
@@ -137,9 +185,13 @@ INLINE void panel_n(const tf_planes *planes, int64_t panel, const tf_columns *x,
             sums[0][j] = sums[1][j] = _mm256_set1_ps(x->offset[g * n + j]);
         }
         for (; b < end; b++) {
+            prefetch(&p, b, bits);
             block_sums(&p, b, x, x->q, 1.0f, sums, bits, n);
             if (tf_has_low(x, b)) {
-                block_sums(&p, b, x, x->low, TF_LOW, sums, bits, n);
+                streams again = p;
+                /* or GCC would keep all codes for the case that they are used again */
+                __asm__ volatile("" : "+r"(again.p4), "+r"(again.p6), "+r"(again.p8));
+                block_sums(&again, b, x, x->low, TF_LOW, sums, bits, n);
             }
         }
         for (int half = 0; half < 2; half++) {
@@ -227,9 +279,10 @@ static bool supported(void) {
     return has_avx2() && (a >> 4 & 1);
 }
 
-const tf_kernel tf_kernel_avxvnni = {"avx-vnni", run, tf_supers_avxvnni, quantize, MAX_COLUMNS, supported, NULL};
+const tf_kernel tf_kernel_avxvnni = {"avx-vnni", run, tf_supers_avxvnni, quantize, MAX_COLUMNS,
+                                     NULL,       {0}, supported,         NULL};
 #else
 static bool supported(void) { return has_avx2(); }
 
-const tf_kernel tf_kernel_avx2 = {"avx2", run, tf_supers_avx2, quantize, MAX_COLUMNS, supported, NULL};
+const tf_kernel tf_kernel_avx2 = {"avx2", run, tf_supers_avx2, quantize, MAX_COLUMNS, NULL, {0}, supported, NULL};
 #endif

@@ -1,70 +1,23 @@
 /* AVX-512 VNNI: one 64-byte register holds a chunk (16 rows x 4 inputs), vpdpbusd multiplies it by 4
  * broadcast inputs of each column. */
-#include <immintrin.h>
 #include <math.h>
 
-#include "kernels.h"
+#include "kernel_avx512.h"
 
-#define INLINE static inline __attribute__((always_inline))
 enum { PREFETCH = 6144 }; /* bytes ahead of the reader; 4-12 KiB measured alike, none is slower */
-
-INLINE __m512i left(__m512i v, unsigned bits) { return _mm512_slli_epi16(v, bits); }
-INLINE __m512i right(__m512i v, unsigned bits) { return _mm512_srli_epi16(v, bits); }
-
-/* Bits of `a` where the mask has ones, else of `b`. */
-INLINE __m512i blend(__m512i a, __m512i b, int mask) {
-    return _mm512_ternarylogic_epi64(_mm512_set1_epi8((char)mask), a, b, 0xca);
-}
-
-/* Codes of the 4 chunks (16 inputs) of a unit. The 2-bit planes are first joined into low nibbles, those
- * of chunks 0 and 2 in one register, of 1 and 3 in another: fewer shifts than chunk by chunk. */
-INLINE void unpack(const uint8_t *p4, const uint8_t *p6, const uint8_t *p8, __m512i *codes, int bits) {
-    const __m512i zero = _mm512_setzero_si512();
-    const __m512i a = _mm512_loadu_si512(p4), b = _mm512_loadu_si512(p4 + 64);
-    __m512i even = zero, odd = zero;
-    if (bits >= 6) {
-        const __m512i six = _mm512_loadu_si512(p6), eight = bits == 8 ? _mm512_loadu_si512(p8) : zero;
-        even = blend(left(six, 2), eight, 0xcc);
-        odd = blend(six, bits == 8 ? right(eight, 2) : zero, 0xcc);
-    }
-    codes[0] = blend(left(a, 4), even, 0xf0);
-    codes[1] = blend(a, odd, 0xf0);
-    codes[2] = blend(left(b, 4), bits >= 6 ? right(even, 4) : zero, 0xf0);
-    codes[3] = blend(b, bits >= 6 ? right(odd, 4) : zero, 0xf0);
-}
 
 /* Adds 16 inputs (4 chunks) to the dot products of n columns. */
 INLINE void unit(const uint8_t *p4, const uint8_t *p6, const uint8_t *p8, const int8_t *q, __m512i *dots, int bits,
                  int n) {
     __m512i codes[4];
     unpack(p4, p6, p8, codes, bits);
+#pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
+#pragma GCC unroll 8
         for (int j = 0; j < n; j++) {
             const __m512i x = _mm512_set1_epi32(*(const int32_t *)(const void *)(q + (c * n + j) * 4));
             dots[j] = _mm512_dpbusd_epi32(dots[j], codes[c], x);
         }
-    }
-}
-
-/* A panel's planes. */
-typedef struct streams {
-    const uint8_t *p4, *p6, *p8;
-} streams;
-
-INLINE streams panel_streams(const tf_planes *planes, int64_t panel, int bits) {
-    const uint8_t *p4 = planes->plane4 + panel * planes->width * 8;
-    return (streams){p4, bits >= 6 ? planes->plane6 + panel * planes->width * 4 : p4,
-                     bits == 8 ? planes->plane8 + panel * planes->width * 4 : p4};
-}
-
-INLINE void prefetch(const streams *p, int64_t at, int bits) {
-    _mm_prefetch((const char *)(p->p4 + at * 128 + PREFETCH), _MM_HINT_T0);
-    _mm_prefetch((const char *)(p->p4 + at * 128 + 64 + PREFETCH), _MM_HINT_T0);
-    if (bits >= 6) {
-        _mm_prefetch((const char *)(p->p6 + at * 64 + PREFETCH), _MM_HINT_T0);
-    }
-    if (bits == 8) {
-        _mm_prefetch((const char *)(p->p8 + at * 64 + PREFETCH), _MM_HINT_T0);
     }
 }
 
@@ -75,9 +28,10 @@ INLINE void block_sums(const streams *p, int64_t b, const tf_columns *x, const i
     for (int j = 0; j < n; j++) {
         dots[j] = _mm512_setzero_si512();
     }
+#pragma GCC unroll 2
     for (int u = 0; u < 2; u++) {
         const int64_t at = b * 2 + u;
-        prefetch(p, at, bits);
+        prefetch(p, at, PREFETCH, bits);
         unit(p->p4 + at * 128, p->p6 + at * 64, p->p8 + at * 64, q + at * 16 * n, dots, bits, n);
     }
     for (int j = 0; j < n; j++) {
@@ -104,7 +58,10 @@ INLINE void panel_n(const tf_planes *planes, int64_t panel, const tf_columns *x,
         for (; b < end; b++) {
             block_sums(&p, b, x, x->q, 1.0f, sums, bits, n);
             if (tf_has_low(x, b)) {
-                block_sums(&p, b, x, x->low, TF_LOW, sums, bits, n);
+                streams again = p;
+                /* or GCC would keep all codes for the case that they are used again */
+                __asm__ volatile("" : "+r"(again.p4), "+r"(again.p6), "+r"(again.p8));
+                block_sums(&again, b, x, x->low, TF_LOW, sums, bits, n);
             }
         }
         const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(scales + g * TF_PANEL_ROWS)));
@@ -191,4 +148,5 @@ static bool supported(void) {
            __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
-const tf_kernel tf_kernel_avx512 = {"avx512-vnni", run, tf_supers_avx512, quantize, TF_MAX_COLUMNS, supported, peak};
+const tf_kernel tf_kernel_avx512 = {"avx512-vnni",  run,    tf_supers_avx512, quantize, TF_MAX_COLUMNS,
+                                    tf_wide_avx512, {5, 9}, supported,        peak};

@@ -160,4 +160,5 @@ static bool supported(void) {
 #endif
 }
 
-const tf_kernel tf_kernel_neon = {"neon-dotprod", run, tf_supers_neon, quantize, TF_MAX_COLUMNS, supported, NULL};
+const tf_kernel tf_kernel_neon = {"neon-dotprod", run, tf_supers_neon, quantize, TF_MAX_COLUMNS,
+                                  NULL,           {0}, supported,      NULL};

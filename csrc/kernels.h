@@ -29,9 +29,10 @@
 
 #include "base_panels.h"
 
-enum { TF_BLOCK = 32, TF_MAX_COLUMNS = 8 };
+enum { TF_BLOCK = 32, TF_MAX_COLUMNS = 8, TF_WIDE_PANELS = 2, TF_WIDE_COLUMNS = 64 };
 
-#define TF_LARGEST 32639.0f    /* 127 * 256 + 127 */
+/* 127 * 256: in 8 bits the largest of a block has no error. 127 * 256 + 127 would fit, but be half a step off. */
+#define TF_LARGEST 32512.0f
 #define TF_LOW (1.0f / 256.0f) /* what a unit of low is to one of q */
 
 /* n columns of activations, quantized (activations.c), interleaved for broadcast loads. */
@@ -64,6 +65,10 @@ static inline bool tf_has_low(const tf_columns *x, int64_t block) {
 
 /* tile: float32 [x->n][16], overwritten. */
 typedef void (*tf_panel_kernel)(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tile);
+/* The same for two panels and several blocks of columns, at most TF_WIDE_COLUMNS in all, each but the last with
+ * TF_MAX_COLUMNS; or for one block of more than 4. tiles: float32 [2][TF_WIDE_COLUMNS][16], aligned to 64 bytes. */
+typedef void (*tf_wide_kernel)(const tf_planes *planes, int64_t panel, const tf_columns *x, int32_t blocks,
+                               float *tiles);
 /* The same for a base of Q2_K to Q6_K. */
 typedef void (*tf_supers_kernel)(const tf_base *base, int64_t panel, const tf_columns *x, float *tile);
 /* Quantizes 32 activations to 16 bits, x = scale * (256 * high + low), and returns scale. sums: of high and of low,
@@ -75,7 +80,9 @@ typedef struct tf_kernel {
     tf_panel_kernel run;
     tf_supers_kernel run_supers;
     tf_quantizer quantize;
-    int32_t max_columns; /* of a block, at most TF_MAX_COLUMNS */
+    int32_t max_columns;     /* of a block, at most TF_MAX_COLUMNS */
+    tf_wide_kernel run_wide; /* may be NULL */
+    int32_t wide_from[2];    /* columns from which it is faster, for codes of 4 bits and of more */
     bool (*supported)(void);
     /* Does `rounds` times the instruction that products are made of, on registers only; returns the
      * multiplications and additions done. NULL: no peak to compare with. */
@@ -94,6 +101,8 @@ void tf_supers_avx2(const tf_base *base, int64_t panel, const tf_columns *x, flo
 void tf_supers_avxvnni(const tf_base *base, int64_t panel, const tf_columns *x, float *tile);
 void tf_supers_avx512(const tf_base *base, int64_t panel, const tf_columns *x, float *tile);
 void tf_supers_neon(const tf_base *base, int64_t panel, const tf_columns *x, float *tile);
+
+void tf_wide_avx512(const tf_planes *planes, int64_t panel, const tf_columns *x, int32_t blocks, float *tiles);
 
 /* NULL name: the default. Returns NULL, with a message, for a name this CPU cannot run. */
 const tf_kernel *tf_kernel_find(const char *name);

@@ -13,60 +13,120 @@ static int64_t product_rows(const tf_product *product) {
     return product->base != NULL ? product->base->rows : product->residual.rows;
 }
 
-static void store_tile(const tf_product *product, int64_t panel, int64_t first_column, int32_t columns,
-                       const float *tile) {
+/* Products of a few panels and columns: [panel][column][row]. */
+typedef struct tiles {
+    _Alignas(64) float at[TF_WIDE_PANELS][TF_WIDE_COLUMNS][TF_PANEL_ROWS];
+} tiles;
+
+static void store_tiles(const tf_product *product, int64_t panel, int64_t first_column, int64_t columns,
+                        float (*tile)[TF_PANEL_ROWS]) {
     const int64_t first = panel * TF_PANEL_ROWS, left = product_rows(product) - first;
     const int64_t rows = left < TF_PANEL_ROWS ? left : TF_PANEL_ROWS;
-    for (int32_t j = 0; j < columns; j++) {
+    for (int64_t j = 0; j < columns; j++) {
         const int64_t column = first_column + j;
         float *out = product->scatter != NULL ? product->scatter[column] : product->out + column * product->stride;
+        if (rows == TF_PANEL_ROWS && !product->add) {
+            memcpy(out + first, tile[j], sizeof tile[j]);
+            continue;
+        }
         for (int64_t row = 0; row < rows; row++) {
-            out[first + row] = tile[j * TF_PANEL_ROWS + row] + (product->add ? out[first + row] : 0.0f);
+            out[first + row] = tile[j][row] + (product->add ? out[first + row] : 0.0f);
         }
     }
 }
 
-static void base_tile(const tf_kernel *kernel, const tf_base *base, int64_t panel, tf_columns x, float *tile) {
-    if (base->supers != NULL) {
-        kernel->run_supers(base, panel, &x, tile);
+/* Blocks of columns that are multiplied one after the other while the panels' codes are at hand. */
+typedef struct columns {
+    tf_columns blocks[TF_WIDE_COLUMNS];
+    int32_t count;
+    int64_t first, n; /* columns */
+} columns;
+
+static columns columns_from(const tf_activations *x, int64_t block) {
+    columns c = {.first = block * x->columns};
+    for (; block < tf_activations_blocks(x) && c.n + x->columns <= TF_WIDE_COLUMNS; block++, c.count++) {
+        c.blocks[c.count] = tf_activations_block(x, block);
+        c.n += c.blocks[c.count].n;
+    }
+    return c;
+}
+
+static void planes_tiles(const tf_kernel *kernel, const tf_planes *planes, int64_t panel, int64_t panels,
+                         const columns *x, tiles *out) {
+    if (panels == TF_WIDE_PANELS && kernel->run_wide != NULL && x->n >= kernel->wide_from[planes->bits > 4]) {
+        kernel->run_wide(planes, panel, x->blocks, x->count, &out->at[0][0][0]);
         return;
     }
-    x.offset = x.base_offset;
-    kernel->run(&base->planes, panel, &x, tile);
+    for (int64_t i = 0; i < panels; i++) {
+        for (int32_t b = 0; b < x->count; b++) {
+            kernel->run(planes, panel + i, &x->blocks[b], out->at[i][b * kernel->max_columns]);
+        }
+    }
 }
 
-static void run_panel(const tf_kernel *kernel, const tf_product *product, int64_t panel) {
-    _Alignas(64) float tile[TF_MAX_COLUMNS * TF_PANEL_ROWS], second[TF_MAX_COLUMNS * TF_PANEL_ROWS];
+static void base_tiles(const tf_kernel *kernel, const tf_base *base, int64_t panel, int64_t panels, columns *x,
+                       tiles *out) {
+    if (base->supers == NULL) {
+        columns own = *x;
+        for (int32_t b = 0; b < own.count; b++) {
+            own.blocks[b].offset = own.blocks[b].base_offset;
+        }
+        planes_tiles(kernel, &base->planes, panel, panels, &own, out);
+        return;
+    }
+    for (int64_t i = 0; i < panels; i++) {
+        for (int32_t b = 0; b < x->count; b++) {
+            kernel->run_supers(base, panel + i, &x->blocks[b], out->at[i][b * kernel->max_columns]);
+        }
+    }
+}
+
+static void run_columns(const tf_kernel *kernel, const tf_product *product, int64_t panel, int64_t panels, columns *x) {
+    tiles base, residual;
+    if (product->base != NULL) {
+        base_tiles(kernel, product->base, panel, panels, x, &base);
+    }
+    if (product->has_residual) {
+        for (int32_t b = 0; b < x->count; b++) {
+            x->blocks[b].flags = NULL; /* the residual is small: 8 bits do */
+        }
+        planes_tiles(kernel, &product->residual, panel, panels, x, &residual);
+    }
     const bool both = product->base != NULL && product->has_residual;
-    for (int64_t block = 0; block < tf_activations_blocks(product->x); block++) {
-        tf_columns x = tf_activations_block(product->x, block);
-        if (product->base != NULL) {
-            base_tile(kernel, product->base, panel, x, tile);
+    for (int64_t i = 0; i < panels; i++) {
+        float(*sum)[TF_PANEL_ROWS] = product->base != NULL ? base.at[i] : residual.at[i];
+        for (int64_t j = 0; both && j < x->n; j++) {
+            for (int row = 0; row < TF_PANEL_ROWS; row++) {
+                sum[j][row] += residual.at[i][j][row];
+            }
         }
-        if (product->has_residual) {
-            x.flags = NULL; /* the residual is small: 8 bits do */
-            kernel->run(&product->residual, panel, &x, both ? second : tile);
-        }
-        for (int32_t i = 0; both && i < x.n * TF_PANEL_ROWS; i++) {
-            tile[i] += second[i];
-        }
-        store_tile(product, panel, block * product->x->columns, x.n, tile);
+        store_tiles(product, panel + i, x->first, x->n, sum);
+    }
+}
+
+static void run_panels(const tf_kernel *kernel, const tf_product *product, int64_t panel, int64_t panels) {
+    for (int64_t block = 0; block < tf_activations_blocks(product->x);) {
+        columns x = columns_from(product->x, block);
+        run_columns(kernel, product, panel, panels, &x);
+        block += x.count;
     }
 }
 
 void tf_shares_init(tf_share *shares, int32_t count, const tf_product *product) {
     const int64_t panels = tf_panels(product_rows(product));
     for (int32_t t = 0; t < count; t++) {
-        atomic_init(&shares[t].next, panels * t / count);
-        shares[t].end = panels * (t + 1) / count;
+        atomic_init(&shares[t].next, t > 0 ? shares[t - 1].end : 0);
+        const int64_t end = panels * (t + 1) / count;
+        shares[t].end = t + 1 < count ? end / TF_WIDE_PANELS * TF_WIDE_PANELS : end;
     }
 }
 
 static void drain(tf_share *from, const tf_kernel *kernel, const tf_product *product) {
     for (;;) {
         const int64_t first = atomic_fetch_add_explicit(&from->next, TAKE, memory_order_relaxed);
-        for (int64_t panel = first; panel < first + TAKE && panel < from->end; panel++) {
-            run_panel(kernel, product, panel);
+        const int64_t end = first + TAKE < from->end ? first + TAKE : from->end;
+        for (int64_t panel = first; panel < end; panel += TF_WIDE_PANELS) {
+            run_panels(kernel, product, panel, end - panel < TF_WIDE_PANELS ? end - panel : TF_WIDE_PANELS);
         }
         if (first + TAKE >= from->end) {
             return;

@@ -59,6 +59,74 @@ static void compare_panels(const tf_kernel *kernel, const tf_planes *planes, con
     free(got);
 }
 
+static void free_columns(tf_columns *x) {
+    free(x->q);
+    free(x->low);
+    free(x->scale);
+    free(x->sums);
+    free(x->offset);
+    free(x->flags);
+}
+
+/* Low codes for about a quarter of the blocks. */
+static void add_low(tf_columns *x, int64_t width, uint64_t *state) {
+    x->low = test_alloc((size_t)(width * x->n));
+    x->flags = test_alloc((size_t)(width / TF_BLOCK * TF_MAX_COLUMNS));
+    for (int64_t i = 0; i < width * x->n; i++) {
+        x->low[i] = (int8_t)(test_random(state) >> 40);
+    }
+    for (int64_t i = 0; i < width / TF_BLOCK * TF_MAX_COLUMNS; i++) { /* of columns that are not there as well */
+        x->flags[i] = test_random(state) >> 61 == 0;
+    }
+}
+
+/* Two panels at once, and several blocks of columns of which the last has fewer. */
+static void compare_wide(const tf_kernel *kernel, const tf_planes *planes, const tf_columns *x, int32_t blocks) {
+    enum { FLOATS = TF_WIDE_COLUMNS * TF_PANEL_ROWS };
+    float *want = test_alloc(FLOATS * sizeof *want);
+    float *got = aligned_alloc(64, TF_WIDE_PANELS * FLOATS * sizeof *got);
+    for (int64_t panel = 0; panel + TF_WIDE_PANELS <= tf_panels(planes->rows); panel++) {
+        memset(got, 0x55, TF_WIDE_PANELS * FLOATS * sizeof *got);
+        kernel->run_wide(planes, panel, x, blocks, got);
+        for (int64_t i = 0; i < TF_WIDE_PANELS * blocks; i++) {
+            const tf_columns *block = &x[i % blocks];
+            tf_kernel_scalar.run(planes, panel + i / blocks, block, want);
+            const float *tile = got + i / blocks * FLOATS + i % blocks * kernel->max_columns * TF_PANEL_ROWS;
+            CHECK(memcmp(want, tile, (size_t)(block->n * TF_PANEL_ROWS) * sizeof *want) == 0);
+        }
+    }
+    free(want);
+    free(got);
+}
+
+static void test_wide(const tf_kernel *kernel) {
+    static const int64_t tall[][3] = {{33, 96, 32}, {48, 576, 96}, {64, 2080, 1024}, {40, 1536, 128}};
+    uint64_t state = 13;
+    for (int i = 0; i < 4 * 3 * 4 && kernel->run_wide != NULL; i++) {
+        const int64_t *shape = tall[i % 4];
+        const int32_t bits = 4 + i / 4 % 3 * 2;
+        const bool extreme = i / 12 % 2, low = i / 24;
+        tf_planes planes = random_planes(shape, bits, &state, extreme);
+        for (int32_t last = 1; last <= kernel->max_columns; last++) {
+            tf_columns x[3];
+            for (int b = 0; b < 3; b++) {
+                x[b] = random_columns(shape, b < 2 ? kernel->max_columns : last, &state, extreme);
+                if (low) {
+                    add_low(&x[b], shape[1], &state);
+                }
+            }
+            compare_wide(kernel, &planes, x, 3);
+            if (last > 4) {
+                compare_wide(kernel, &planes, &x[2], 1);
+            }
+            for (int b = 0; b < 3; b++) {
+                free_columns(&x[b]);
+            }
+        }
+        test_planes_free(&planes);
+    }
+}
+
 static void test_panels(const tf_kernel *kernel) {
     uint64_t state = 11;
     for (int i = 0; i < SHAPES * 2; i++) {
@@ -68,10 +136,7 @@ static void test_panels(const tf_kernel *kernel) {
             for (int32_t n = 1; n <= kernel->max_columns; n++) {
                 tf_columns x = random_columns(shapes[i % SHAPES], n, &state, extreme);
                 compare_panels(kernel, &planes, &x);
-                free(x.q);
-                free(x.scale);
-                free(x.sums);
-                free(x.offset);
+                free_columns(&x);
             }
             test_planes_free(&planes);
         }
@@ -105,12 +170,12 @@ static void compare_products(const tf_planes *p, const float *x, const float *wa
 }
 
 static void test_cuts(void) {
-    static const int64_t columns[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 31, 33};
+    static const int64_t columns[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 31, 67};
     for (int s = 0; s < SHAPES * 3; s++) {
         tf_planes p = gaussian_planes(shapes[s / 3], 4 + s % 3 * 2);
-        float *x = test_gaussians(33 * p.width, 1.0f, 5);
-        float *want = test_alloc((size_t)(33 * p.rows) * sizeof *want);
-        for (int64_t j = 0; j < 33; j++) {
+        float *x = test_gaussians(67 * p.width, 1.0f, 5);
+        float *want = test_alloc((size_t)(67 * p.rows) * sizeof *want);
+        for (int64_t j = 0; j < 67; j++) {
             float *one = product(&p, "scalar", 1, x + j * p.width, 1);
             memcpy(want + j * p.rows, one, (size_t)p.rows * sizeof *one);
             free(one);
@@ -230,6 +295,7 @@ int main(void) {
     for (int32_t k = 0; k < tf_kernel_count(); k++) {
         printf("kernel %s\n", tf_kernel_name(k));
         test_panels(tf_kernel_find(tf_kernel_name(k)));
+        test_wide(tf_kernel_find(tf_kernel_name(k)));
     }
     test_cuts();
     test_accuracy();

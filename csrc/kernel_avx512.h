@@ -1,0 +1,61 @@
+/* What the AVX-512 kernels of planes share: how codes are unpacked. `bits` is a constant wherever it is passed on. */
+#pragma once
+
+#include <immintrin.h>
+
+#include "kernels.h"
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE __m512i left(__m512i v, unsigned bits) { return _mm512_slli_epi16(v, bits); }
+INLINE __m512i right(__m512i v, unsigned bits) { return _mm512_srli_epi16(v, bits); }
+
+INLINE __m512i and8(__m512i v, int mask) { return _mm512_and_si512(v, _mm512_set1_epi8((char)mask)); }
+
+/* Bits of `a` where the mask has ones, else of `b`. */
+INLINE __m512i blend(__m512i a, __m512i b, int mask) {
+    return _mm512_ternarylogic_epi64(_mm512_set1_epi8((char)mask), a, b, 0xca);
+}
+
+/* Codes of the 4 chunks (16 inputs) of a unit. The 2-bit planes are first joined into low nibbles, those
+ * of chunks 0 and 2 in one register, of 1 and 3 in another: fewer shifts than chunk by chunk. */
+INLINE void unpack(const uint8_t *p4, const uint8_t *p6, const uint8_t *p8, __m512i *codes, int bits) {
+    const __m512i a = _mm512_loadu_si512(p4), b = _mm512_loadu_si512(p4 + 64);
+    if (bits == 4) {
+        codes[0] = and8(left(a, 4), 0xf0);
+        codes[1] = and8(a, 0xf0);
+        codes[2] = and8(left(b, 4), 0xf0);
+        codes[3] = and8(b, 0xf0);
+        return;
+    }
+    const __m512i six = _mm512_loadu_si512(p6), eight = bits == 8 ? _mm512_loadu_si512(p8) : six;
+    const __m512i even = bits == 8 ? blend(left(six, 2), eight, 0xcc) : and8(left(six, 2), 0xcc);
+    const __m512i odd = bits == 8 ? blend(six, right(eight, 2), 0xcc) : and8(six, 0xcc);
+    codes[0] = blend(left(a, 4), even, 0xf0);
+    codes[1] = blend(a, odd, 0xf0);
+    codes[2] = blend(left(b, 4), right(even, 4), 0xf0);
+    codes[3] = blend(b, right(odd, 4), 0xf0);
+}
+
+/* A panel's planes. */
+typedef struct streams {
+    const uint8_t *p4, *p6, *p8;
+} streams;
+
+INLINE streams panel_streams(const tf_planes *planes, int64_t panel, int bits) {
+    const uint8_t *p4 = planes->plane4 + panel * planes->width * 8;
+    return (streams){p4, bits >= 6 ? planes->plane6 + panel * planes->width * 4 : p4,
+                     bits == 8 ? planes->plane8 + panel * planes->width * 4 : p4};
+}
+
+/* Fetches the unit of 16 inputs that lies `ahead` bytes behind unit `at` in each plane. */
+INLINE void prefetch(const streams *p, int64_t at, int64_t ahead, int bits) {
+    _mm_prefetch((const char *)(p->p4 + at * 128 + ahead), _MM_HINT_T0);
+    _mm_prefetch((const char *)(p->p4 + at * 128 + 64 + ahead), _MM_HINT_T0);
+    if (bits >= 6) {
+        _mm_prefetch((const char *)(p->p6 + at * 64 + ahead), _MM_HINT_T0);
+    }
+    if (bits == 8) {
+        _mm_prefetch((const char *)(p->p8 + at * 64 + ahead), _MM_HINT_T0);
+    }
+}

@@ -1,0 +1,266 @@
+/* AVX-512 VNNI for many columns: codes of two panels are unpacked once into a buffer that stays in the first-level
+ * cache, a piece of the width at a time, and all columns are multiplied by them, 4 at a time: 8 dot products, their
+ * sums and results are 24 of the 32 registers, and a broadcast serves both panels. */
+#include "kernel_avx512.h"
+
+enum { PANELS = TF_WIDE_PANELS, CHUNK = 64, PASS = 4, PIECE = 256, LONGEST_GROUP = 1024 };
+
+/* A piece of the width: whole groups, of about PIECE inputs. */
+typedef struct piece {
+    int64_t group, groups_end, block, blocks_end, group_blocks;
+    const uint16_t *scales[PANELS];
+    const uint8_t *codes; /* [chunk][PANELS][16 rows][4 inputs] */
+} piece;
+
+/* Codes of 16 inputs, of one of the panels. */
+INLINE void unpack_unit(const streams *p, int64_t unit, uint8_t *to, int bits) {
+    __m512i codes[4];
+    unpack(p->p4 + unit * 128, p->p6 + unit * 64, p->p8 + unit * 64, codes, bits);
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+        _mm512_store_si512(to + c * PANELS * CHUNK, codes[c]);
+    }
+}
+
+/* Adds a block of 32 inputs to the sums of n columns. */
+INLINE void add_block(const uint8_t *codes, const int8_t *q, int64_t stride, const float *scale, float factor,
+                      __m512 (*sums)[PASS], int n) {
+    __m512i dots[PANELS][PASS];
+    for (int j = 0; j < n; j++) {
+        dots[0][j] = dots[1][j] = _mm512_setzero_si512();
+    }
+#pragma GCC unroll 8
+    for (int c = 0; c < TF_BLOCK / 4; c++, q += stride) {
+        const __m512i first = _mm512_load_si512(codes + c * PANELS * CHUNK);
+        const __m512i second = _mm512_load_si512(codes + c * PANELS * CHUNK + CHUNK);
+#pragma GCC unroll 4
+        for (int j = 0; j < n; j++) {
+            const __m512i x = _mm512_set1_epi32(*(const int32_t *)(const void *)(q + j * 4));
+            dots[0][j] = _mm512_dpbusd_epi32(dots[0][j], first, x);
+            dots[1][j] = _mm512_dpbusd_epi32(dots[1][j], second, x);
+        }
+        __asm__ volatile("" ::: "memory"); /* or GCC loads all chunks first, and has no registers left */
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < n; j++) {
+        const __m512 unit = _mm512_set1_ps(scale[j] * factor);
+        sums[0][j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[0][j]), unit, sums[0][j]);
+        sums[1][j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[1][j]), unit, sums[1][j]);
+    }
+}
+
+/* What a pass fetches from memory beside each 32 inputs: two lines from either place. */
+typedef struct ahead {
+    const uint8_t *a, *b;
+    int64_t step;
+} ahead;
+
+/* Multiplies columns `first` to `first` + n of x, which has `columns`. out: where column `first` goes in the tiles. */
+INLINE void pass_n(const piece *t, const tf_columns *x, int64_t first, float *out, ahead ahead, int columns, bool low,
+                   int n) {
+    enum { NEXT_PANEL = TF_WIDE_COLUMNS * TF_PANEL_ROWS, STEP = TF_BLOCK / 4 * PANELS * CHUNK };
+    const uint8_t *codes = t->codes;
+    const int64_t at = (t->block * (TF_BLOCK / 4) * columns + first) * 4;
+    const int8_t *q = x->q + at, *q_low = low ? x->low + at : NULL;
+    const float *scale = x->scale + t->block * columns + first, *offset = x->offset + t->group * columns + first;
+    __m512 results[PANELS][PASS], sums[PANELS][PASS];
+    for (int j = 0; j < n; j++) {
+        results[0][j] = _mm512_load_ps(out + j * TF_PANEL_ROWS);
+        results[1][j] = _mm512_load_ps(out + NEXT_PANEL + j * TF_PANEL_ROWS);
+    }
+    for (int64_t g = t->group, b = t->block; g < t->groups_end; g++, offset += columns) {
+        const int64_t end = b + t->group_blocks < t->blocks_end ? b + t->group_blocks : t->blocks_end;
+        for (int j = 0; j < n; j++) {
+            sums[0][j] = sums[1][j] = _mm512_set1_ps(offset[j]);
+        }
+        for (; b < end; b++, codes += STEP, q += TF_BLOCK * columns, scale += columns) {
+            if (ahead.a != NULL) {
+                _mm_prefetch((const char *)ahead.a, _MM_HINT_T0);
+                _mm_prefetch((const char *)ahead.a + 64, _MM_HINT_T0);
+                _mm_prefetch((const char *)ahead.b, _MM_HINT_T0);
+                _mm_prefetch((const char *)ahead.b + 64, _MM_HINT_T0);
+                ahead.a += ahead.step;
+                ahead.b += ahead.step;
+            }
+            add_block(codes, q, 4 * columns, scale, 1.0f, sums, n);
+            if (low && tf_has_low(x, b)) {
+                add_block(codes, q_low + (q - x->q - at), 4 * columns, scale, TF_LOW, sums, n);
+            }
+        }
+        for (int panel = 0; panel < PANELS; panel++) {
+            const __m256i *halves = (const __m256i *)(t->scales[panel] + g * TF_PANEL_ROWS);
+            const __m512 unit = _mm512_cvtph_ps(_mm256_loadu_si256(halves));
+            for (int j = 0; j < n; j++) {
+                results[panel][j] = _mm512_fmadd_ps(sums[panel][j], unit, results[panel][j]);
+            }
+        }
+    }
+    for (int j = 0; j < n; j++) {
+        _mm512_store_ps(out + j * TF_PANEL_ROWS, results[0][j]);
+        _mm512_store_ps(out + NEXT_PANEL + j * TF_PANEL_ROWS, results[1][j]);
+    }
+}
+
+INLINE void pass_low(const piece *t, const tf_columns *x, int64_t first, float *out, ahead ahead, bool low) {
+    if (x->n == TF_MAX_COLUMNS) {
+        pass_n(t, x, first, out, ahead, TF_MAX_COLUMNS, low, PASS);
+        return;
+    }
+    switch (x->n - first) {
+        case 1: pass_n(t, x, first, out, ahead, x->n, low, 1); break;
+        case 2: pass_n(t, x, first, out, ahead, x->n, low, 2); break;
+        case 3: pass_n(t, x, first, out, ahead, x->n, low, 3); break;
+        default: pass_n(t, x, first, out, ahead, x->n, low, PASS); break;
+    }
+}
+
+static __attribute__((noinline)) void other_pass(const piece *t, const tf_columns *x, int64_t first, float *out,
+                                                 ahead ahead) {
+    if (x->flags != NULL) {
+        pass_low(t, x, first, out, ahead, true);
+    } else {
+        pass_low(t, x, first, out, ahead, false);
+    }
+}
+
+INLINE void pass(const piece *t, const tf_columns *x, int64_t first, float *out, ahead ahead) {
+    if (x->n == TF_MAX_COLUMNS && x->flags == NULL) { /* the call alone would cost 3 % */
+        pass_n(t, x, first, out, ahead, TF_MAX_COLUMNS, false, PASS);
+    } else {
+        other_pass(t, x, first, out, ahead);
+    }
+}
+
+/* What comes two pieces later (one later would be needed as soon as the last pass ends), spread over 4 passes, so that
+ * memory is never idle for long. Behind these panels lie the next two. */
+INLINE ahead ahead_of(const streams *p, const tf_planes *planes, const piece *t, int64_t pass, int bits) {
+    const int64_t next = (2 * t->blocks_end - t->block) * TF_BLOCK;
+    const int64_t at = next < planes->width ? next : next + planes->width * (PANELS - 1);
+    if (pass < 2) {
+        return (ahead){p[pass].p4 + at * 8, p[pass].p4 + at * 8 + 128, 256};
+    }
+    if (pass == 2 && bits >= 6) {
+        return (ahead){p[0].p6 + at * 4, p[1].p6 + at * 4, 128};
+    }
+    if (pass == 3 && bits == 8) {
+        return (ahead){p[0].p8 + at * 4, p[1].p8 + at * 4, 128};
+    }
+    return (ahead){NULL, NULL, 0};
+}
+
+INLINE void next_piece(piece *t, const tf_planes *planes) {
+    const int64_t groups = tf_groups(planes->width, planes->group);
+    const int64_t many = planes->group < PIECE ? PIECE / planes->group : 1;
+    t->group = t->groups_end;
+    t->groups_end = t->group + many < groups ? t->group + many : groups;
+    t->block = t->blocks_end;
+    t->blocks_end = t->groups_end < groups ? t->groups_end * t->group_blocks : planes->width / TF_BLOCK;
+}
+
+INLINE void many(const tf_planes *planes, int64_t panel, const tf_columns *x, int32_t blocks, float *tiles, int bits) {
+    _Alignas(64) uint8_t codes[PANELS * TF_PANEL_ROWS * LONGEST_GROUP];
+    piece t = {.group_blocks = planes->group / TF_BLOCK, .codes = codes};
+    streams p[PANELS];
+    for (int i = 0; i < PANELS; i++) {
+        p[i] = panel_streams(planes, panel + i, bits);
+        t.scales[i] = planes->scales + (panel + i) * tf_groups(planes->width, planes->group) * TF_PANEL_ROWS;
+    }
+    while (t.blocks_end < planes->width / TF_BLOCK) {
+        next_piece(&t, planes);
+        for (int i = 0; i < PANELS; i++) {
+            for (int64_t u = 0; u < (t.blocks_end - t.block) * 2; u++) {
+                unpack_unit(&p[i], t.block * 2 + u, codes + (u * 4 * PANELS + i) * CHUNK, bits);
+            }
+        }
+        int64_t done = 0;
+        for (int32_t i = 0; i < blocks; i++) {
+            for (int64_t first = 0; first < x[i].n; first += PASS, done++) {
+                pass(&t, &x[i], first, tiles + (i * TF_MAX_COLUMNS + first) * TF_PANEL_ROWS,
+                     ahead_of(p, planes, &t, done, bits));
+            }
+        }
+    }
+}
+
+/* The sums of a group to the results. */
+INLINE void end_group(const uint16_t *const *scales, int64_t group, __m512 (*sums)[PASS], float *out, int n) {
+    for (int panel = 0; panel < PANELS; panel++) {
+        const __m256i *halves = (const __m256i *)(scales[panel] + group * TF_PANEL_ROWS);
+        const __m512 unit = _mm512_cvtph_ps(_mm256_loadu_si256(halves));
+        float *at = out + panel * TF_WIDE_COLUMNS * TF_PANEL_ROWS;
+#pragma GCC unroll 4
+        for (int j = 0; j < n; j++, at += TF_PANEL_ROWS) {
+            _mm512_store_ps(at, _mm512_fmadd_ps(sums[panel][j], unit, _mm512_load_ps(at)));
+        }
+    }
+}
+
+/* n columns, 5 to 8: sums of all of them in registers, and pieces of 32 inputs, so that memory is read evenly. */
+INLINE void few_n(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tiles, int bits, int n) {
+    enum { AHEAD = 24 }; /* units; 16 and 32 are up to 10 % slower */
+    _Alignas(64) uint8_t codes[PANELS * TF_PANEL_ROWS * TF_BLOCK];
+    const int64_t groups = tf_groups(planes->width, planes->group);
+    const int64_t blocks = planes->width / TF_BLOCK, group_blocks = planes->group / TF_BLOCK;
+    const streams p[PANELS] = {panel_streams(planes, panel, bits), panel_streams(planes, panel + 1, bits)};
+    const uint16_t *const scales[PANELS] = {planes->scales + panel * groups * TF_PANEL_ROWS,
+                                            planes->scales + (panel + 1) * groups * TF_PANEL_ROWS};
+    for (int64_t g = 0, b = 0; g < groups; g++) {
+        const int64_t end = b + group_blocks < blocks ? b + group_blocks : blocks;
+        __m512 first[PANELS][PASS], rest[PANELS][PASS];
+#pragma GCC unroll 4
+        for (int j = 0; j < PASS; j++) {
+            first[0][j] = first[1][j] = _mm512_set1_ps(x->offset[g * n + j]);
+            rest[0][j] = rest[1][j] = _mm512_set1_ps(x->offset[g * n + (j + PASS < n ? j + PASS : 0)]);
+        }
+        for (; b < end; b++) {
+#pragma GCC unroll 2
+            for (int i = 0; i < PANELS; i++) {
+#pragma GCC unroll 2
+                for (int u = 0; u < 2; u++) {
+                    prefetch(&p[i], b * 2 + u + AHEAD, 0, bits);
+                    unpack_unit(&p[i], b * 2 + u, codes + (u * 4 * PANELS + i) * CHUNK, bits);
+                }
+            }
+            __asm__ volatile("" ::: "memory");
+            const int8_t *q = x->q + b * TF_BLOCK * n;
+            const float *scale = x->scale + b * n;
+            add_block(codes, q, 4 * n, scale, 1.0f, first, PASS);
+            add_block(codes, q + 4 * PASS, 4 * n, scale + PASS, 1.0f, rest, n - PASS);
+            if (tf_has_low(x, b)) {
+                const int8_t *low = x->low + b * TF_BLOCK * n;
+                add_block(codes, low, 4 * n, scale, TF_LOW, first, PASS);
+                add_block(codes, low + 4 * PASS, 4 * n, scale + PASS, TF_LOW, rest, n - PASS);
+            }
+        }
+        end_group(scales, g, first, tiles, PASS);
+        end_group(scales, g, rest, tiles + PASS * TF_PANEL_ROWS, n - PASS);
+    }
+}
+
+INLINE void few(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tiles, int bits) {
+    switch (x->n) {
+        case 5: few_n(planes, panel, x, tiles, bits, 5); break;
+        case 6: few_n(planes, panel, x, tiles, bits, 6); break;
+        case 7: few_n(planes, panel, x, tiles, bits, 7); break;
+        default: few_n(planes, panel, x, tiles, bits, 8); break;
+    }
+}
+
+INLINE void run(const tf_planes *planes, int64_t panel, const tf_columns *x, int32_t blocks, float *tiles, int bits) {
+    memset(tiles, 0, sizeof(float) * PANELS * TF_WIDE_COLUMNS * TF_PANEL_ROWS);
+    if (blocks > 2 || x[blocks - 1].n <= PASS || (bits > 4 && blocks > 1)) {
+        many(planes, panel, x, blocks, tiles, bits);
+        return;
+    }
+    for (int32_t i = 0; i < blocks; i++) { /* unpacking 4 bits is quickly done: once more beats a piece's pause */
+        few(planes, panel, &x[i], tiles + i * TF_MAX_COLUMNS * TF_PANEL_ROWS, bits);
+    }
+}
+
+void tf_wide_avx512(const tf_planes *planes, int64_t panel, const tf_columns *x, int32_t blocks, float *tiles) {
+    switch (planes->bits) {
+        case 4: run(planes, panel, x, blocks, tiles, 4); break;
+        case 6: run(planes, panel, x, blocks, tiles, 6); break;
+        default: run(planes, panel, x, blocks, tiles, 8); break;
+    }
+}
