@@ -55,6 +55,11 @@ void tf_engine_fail(tf_engine *e, tf_status status) {
 bool tf_engine_wants(tf_engine *e, struct ggml_tensor *node) {
     e->quantized = e->quantized == node ? NULL : e->quantized;
     e->claimed = e->claimed == node ? NULL : e->claimed;
+    e->x.tensor = e->x.tensor == node ? NULL : e->x.tensor;
+    e->ids.tensor = e->ids.tensor == node ? NULL : e->ids.tensor;
+    if (e->survey != NULL) {
+        tf_survey_node(e, node);
+    }
     if (tf_is_claimed(node)) {
         tf_unclaim_node(node);
     }
@@ -117,7 +122,12 @@ void tf_engine_free(tf_engine *e) {
         tf_registry_free(&e->registry);
         tf_activations_free(&e->activations);
         tf_claims_free(e);
-        tf_buffer *buffers[] = {&e->fetched, &e->result, &e->columns, &e->ids, &e->gathered, &e->claim_memory};
+        tf_devices_free(e->devices);
+        tf_pinned *copies[] = {&e->x.memory, &e->ids.memory, &e->result};
+        for (size_t i = 0; i < sizeof copies / sizeof *copies; i++) {
+            tf_pinned_free(copies[i]);
+        }
+        tf_buffer *buffers[] = {&e->sum, &e->columns, &e->gathered, &e->claim_memory};
         for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) {
             free(buffers[i]->data);
         }
@@ -142,7 +152,7 @@ void tf_engine_claim(tf_engine *e, bool on) { e->claiming = on; }
 void tf_engine_begin(tf_engine *e, tf_mode mode) {
     e->mode = mode;
     e->status = TF_OK;
-    e->quantized = e->claimed = NULL;
+    e->quantized = e->claimed = e->x.tensor = e->ids.tensor = NULL;
     tf_claims_free(e);
     for (int64_t i = 0; i < e->registry.count; i++) {
         e->registry.entries[i].applied = 0;
@@ -163,6 +173,51 @@ tf_status tf_engine_end(tf_engine *e) {
             }
         }
     }
+    return TF_OK;
+}
+
+void tf_engine_survey(tf_engine *e, tf_survey_sink sink, void *user) {
+    e->survey = sink;
+    e->survey_user = user;
+}
+
+tf_status tf_engine_stage(tf_engine *e, int64_t columns, uint64_t bytes) {
+    if (columns < 0 || (columns > 0 && (bytes < TF_STAGE_LEAST || bytes > TF_STAGE_MOST))) {
+        return tf_fail(TF_ERR_ARGUMENT, "staging from %lld columns on, with %llu bytes: 0 columns, or %d to %d MiB",
+                       (long long)columns, (unsigned long long)bytes, TF_STAGE_LEAST >> 20, TF_STAGE_MOST >> 20);
+    }
+    if (e->devices != NULL) {
+        return tf_fail(TF_ERR_ARGUMENT, "staging is chosen before the first decode");
+    }
+    e->stage_columns = columns;
+    e->stage_bytes = (size_t)bytes;
+    return TF_OK;
+}
+
+int32_t tf_engine_device_count(const tf_engine *e) {
+    int32_t count = 0;
+    for (const tf_device *d = e->devices; d != NULL; d = d->next) {
+        count++;
+    }
+    return count;
+}
+
+tf_status tf_engine_device(const tf_engine *e, int32_t index, tf_device_use *out) {
+    const tf_device *d = e->devices;
+    for (int32_t i = 0; i < index && d != NULL; i++) {
+        d = d->next;
+    }
+    if (d == NULL || index < 0) {
+        return tf_fail(TF_ERR_MISSING, "no device %d", index);
+    }
+    struct ggml_backend_dev_props props;
+    ggml_backend_dev_get_props(d->dev, &props);
+    *out = (tf_device_use){.name = ggml_backend_dev_name(d->dev),
+                           .adds = d->adds,
+                           .pinned = ggml_backend_dev_host_buffer_type(d->dev) != NULL,
+                           .async = props.caps.async,
+                           .stage_columns = d->stage != NULL ? e->stage_columns : 0,
+                           .stage_bytes = d->stage != NULL ? e->stage_bytes : 0};
     return TF_OK;
 }
 

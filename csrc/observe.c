@@ -1,26 +1,31 @@
 /* Observed nodes: ggml has computed the base's product, the residual's is added to it.
  *
- *   x [n][width] --fetch--> float32 --quantize once a distinct x--> kernels --> out [n][rows] --store-->
+ *   x [n][width] --fetch--> float32 --quantize once a distinct x--> kernels --> R x [n][rows] --upload, add there-->
  *
- * Memory the host can see is used where it lies; other memory is copied both ways. */
+ * Memory the host can see is used where it lies. Where a device cannot add, the result is fetched, added to here, and
+ * stored. Many columns are multiplied on the device (stage.c). docs/devices.md counts the bytes. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "engine_state.h"
-#include "ggml-backend.h"
 
 /* ---- a node's operands ---------------------------------------------------------------------- */
 
-/* Where the bytes of t can be read: in place, or copied into b. NULL: out of memory. */
-static const void *fetch(tf_engine *e, const struct ggml_tensor *t, tf_buffer *b) {
+/* Where the bytes of t can be read: in place, or copied into `held`, unless they are there already. NULL: out of
+ * memory. */
+static const void *fetch(tf_engine *e, const struct ggml_tensor *t, tf_held *held) {
     if (tf_on_host(t)) {
         return t->data;
     }
     const size_t bytes = ggml_nbytes(t);
-    void *copy = tf_buffer_reserve(b, bytes);
-    if (copy != NULL) {
+    const bool there = held->tensor == t && held->tensor != NULL;
+    void *copy = tf_pinned_reserve(&held->memory, tf_tensor_device(t), bytes);
+    if (copy != NULL && !there) {
+        const double start = tf_now();
         ggml_backend_tensor_get(t, copy, 0, bytes);
         e->counters.from_device_bytes += bytes;
+        e->counters.fetch_s += tf_now() - start;
+        held->tensor = tf_lasting(t);
     }
     return copy;
 }
@@ -48,18 +53,15 @@ static tf_status run(tf_engine *e, const tf_product *products, int64_t n) {
     return status;
 }
 
-static tf_status mul_mat(tf_engine *e, const tf_entry *entry, const struct ggml_tensor *node, float *out) {
+static tf_status mul_mat(tf_engine *e, const tf_entry *entry, const struct ggml_tensor *node, bool add, float *out) {
     const struct ggml_tensor *x = node->src[1];
-    const int64_t n = ggml_nrows(x), rows = entry->tensor.rows;
     if (e->quantized != x) {
-        const double start = tf_now();
-        const void *base = fetch(e, x, &e->fetched);
+        const void *base = fetch(e, x, &e->x);
         const float *columns = base != NULL ? tf_contiguous(x, base, &e->gathered) : NULL;
         if (columns == NULL) {
             return tf_fail(TF_ERR_MEMORY, "out of memory");
         }
-        e->counters.fetch_s += tf_now() - start;
-        tf_status status = quantize(e, n, x->ne[0], entry->tensor.planes.group, columns);
+        tf_status status = quantize(e, ggml_nrows(x), x->ne[0], entry->tensor.planes.group, columns);
         if (status != TF_OK) {
             return status;
         }
@@ -68,9 +70,9 @@ static tf_status mul_mat(tf_engine *e, const tf_entry *entry, const struct ggml_
     const tf_product product = {.has_residual = true,
                                 .residual = tf_engine_planes(e, entry, 0),
                                 .x = &e->activations,
-                                .add = true,
+                                .add = add,
                                 .out = out,
-                                .stride = rows};
+                                .stride = entry->tensor.rows};
     return run(e, &product, 1);
 }
 
@@ -107,13 +109,11 @@ static tf_status expert_product(tf_engine *e, const tf_entry *entry, const struc
 }
 
 static tf_status mul_mat_id(tf_engine *e, const tf_entry *entry, const struct ggml_tensor *node, float *out) {
-    const double start = tf_now();
-    const void *x = fetch(e, node->src[1], &e->fetched);
+    const void *x = fetch(e, node->src[1], &e->x);
     const void *ids = fetch(e, node->src[2], &e->ids);
     if (x == NULL || ids == NULL) {
         return tf_fail(TF_ERR_MEMORY, "out of memory");
     }
-    e->counters.fetch_s += tf_now() - start;
     e->quantized = NULL;
     tf_status status = TF_OK;
     for (int64_t expert = 0; expert < entry->tensor.experts && status == TF_OK; expert++) {
@@ -122,22 +122,92 @@ static tf_status mul_mat_id(tf_engine *e, const tf_entry *entry, const struct gg
     return status;
 }
 
+/* ---- the three ways ------------------------------------------------------------------------- */
+
+/* Adds R x to out, or with add = false writes it there. */
+static tf_status multiply(tf_engine *e, const tf_entry *entry, const struct ggml_tensor *node, bool add, float *out) {
+    if (node->op == GGML_OP_MUL_MAT) {
+        return mul_mat(e, entry, node, add, out);
+    }
+    if (!add) {
+        memset(out, 0, ggml_nbytes(node));
+    }
+    return mul_mat_id(e, entry, node, out);
+}
+
+/* What a device cannot add: R x is in the buffer, the result comes here and goes back. */
+static tf_status add_here(tf_engine *e, struct ggml_tensor *node, const float *product) {
+    const double start = tf_now();
+    const size_t bytes = ggml_nbytes(node);
+    float *sum = tf_buffer_reserve(&e->sum, bytes);
+    if (sum == NULL) {
+        return tf_fail(TF_ERR_MEMORY, "out of memory");
+    }
+    ggml_backend_tensor_get(node, sum, 0, bytes);
+    for (int64_t i = 0; i < ggml_nelements(node); i++) {
+        sum[i] += product[i];
+    }
+    ggml_backend_tensor_set(node, sum, 0, bytes);
+    e->counters.from_device_bytes += bytes;
+    e->counters.store_s += tf_now() - start;
+    return TF_OK;
+}
+
+static tf_status by_cpu(tf_engine *e, tf_device *device, const tf_entry *entry, struct ggml_tensor *node) {
+    const size_t bytes = ggml_nbytes(node);
+    float *product = tf_pinned_reserve(&e->result, tf_tensor_device(node), bytes);
+    if (product == NULL) {
+        return tf_fail(TF_ERR_MEMORY, "out of memory");
+    }
+    tf_status status = multiply(e, entry, node, false, product);
+    if (status != TF_OK) {
+        return status;
+    }
+    const double start = tf_now();
+    e->counters.to_device_bytes += bytes;
+    if (device == NULL || !tf_device_add(device, node, product)) {
+        return add_here(e, node, product);
+    }
+    e->counters.store_s += tf_now() - start;
+    e->counters.device_adds++;
+    return TF_OK;
+}
+
+static tf_status by_device(tf_engine *e, tf_device *device, const tf_entry *entry, struct ggml_tensor *node) {
+    const double start = tf_now();
+    uint64_t uploaded = 0;
+    const tf_status status = tf_stage_run(device->stage, e->pool, entry, e->bits, node, &uploaded);
+    const tf_planes planes = tf_engine_planes(e, entry, 0);
+    e->counters.residual_bytes += tf_residual_bytes_read(&planes);
+    e->counters.to_device_bytes += uploaded;
+    e->counters.staged_bytes += uploaded;
+    e->counters.staged_nodes++;
+    e->counters.stage_s += tf_now() - start;
+    return status;
+}
+
+tf_device *tf_engine_device_of(tf_engine *e, const struct ggml_tensor *node) {
+    ggml_backend_dev_t dev = tf_tensor_device(node);
+    tf_device *device = dev != NULL ? tf_device_get(&e->devices, dev) : NULL;
+    if (device != NULL && e->stage_columns > 0 && !device->stage_tried) {
+        device->stage_tried = true;
+        device->stage = tf_stage_new(dev, &e->registry, e->stage_bytes);
+    }
+    return device;
+}
+
 tf_status tf_observe(tf_engine *e, tf_entry *entry, struct ggml_tensor *node) {
     tf_status status = tf_check_operands(entry, node);
     if (status != TF_OK || ggml_is_empty(node)) {
         return status;
     }
-    const bool host = tf_on_host(node);
-    float *out = (float *)(uintptr_t)fetch(e, node, &e->result);
-    if (out == NULL) {
-        return tf_fail(TF_ERR_MEMORY, "out of memory");
+    if (tf_on_host(node)) {
+        return multiply(e, entry, node, true, (float *)node->data);
     }
-    status = node->op == GGML_OP_MUL_MAT ? mul_mat(e, entry, node, out) : mul_mat_id(e, entry, node, out);
-    if (status == TF_OK && !host) {
-        const double start = tf_now();
-        ggml_backend_tensor_set(node, out, 0, ggml_nbytes(node));
-        e->counters.to_device_bytes += ggml_nbytes(node);
-        e->counters.store_s += tf_now() - start;
+    tf_device *device = tf_engine_device_of(e, node);
+    const bool many = e->stage_columns > 0 && ggml_nrows(node->src[1]) >= e->stage_columns;
+    if (many && device != NULL && device->stage != NULL && tf_stage_can(device->stage, entry, node)) {
+        return by_device(e, device, entry, node);
     }
-    return status;
+    return by_cpu(e, device, entry, node);
 }
