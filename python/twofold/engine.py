@@ -142,7 +142,9 @@ class Engine:
             out = ffi.new("tf_device_use *")
             check(lib.tf_engine_device(self._c, index, out))
             uses.append(
-                DeviceUse(text(out.name), out.adds, out.pinned, getattr(out, "async"), out.stage_columns, out.stage_bytes)
+                DeviceUse(
+                    text(out.name), out.adds, out.pinned, getattr(out, "async"), out.stage_columns, out.stage_bytes
+                )
             )
         return uses
 
