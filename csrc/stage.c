@@ -172,7 +172,7 @@ static struct ggml_tensor *product(slot *s, struct ggml_tensor *x) {
     struct ggml_context *ctx = s->lane.ctx;
     struct ggml_tensor *y = placed(s, ggml_mul_mat(ctx, s->blocks, x));
     if (y != NULL) {
-        ggml_mul_mat_set_prec(y, GGML_PREC_F32);
+        ggml_prec_set_acc(y, GGML_PREC_F32);
     }
     if (y != NULL && s->halves != NULL) {
         const int64_t blocks = x->ne[0] / TF_BLOCK, n = x->ne[1];
@@ -184,7 +184,7 @@ static struct ggml_tensor *product(slot *s, struct ggml_tensor *x) {
         if (rest == NULL) {
             return NULL;
         }
-        ggml_mul_mat_set_prec(rest, GGML_PREC_F32);
+        ggml_prec_set_acc(rest, GGML_PREC_F32);
         y = ggml_add_inplace(ctx, y, rest);
     }
     return y != NULL ? ggml_scale_inplace(ctx, y, 1.0f / 128.0f) : NULL;

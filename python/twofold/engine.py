@@ -123,6 +123,11 @@ class Engine:
         lib.tf_engine_claim(self._c, on)
         self.claiming = on
 
+    @property
+    def claims(self) -> bool:
+        """Whether some products are really computed by our kernels: not so if the base is on a device."""
+        return self.claiming and lib.tf_engine_counters(self._c).base_bytes > 0
+
     def stage(self, columns: int, size: int) -> None:
         """Multiply residuals of `columns` tokens or more on their device (0: never), with `size` bytes of its memory.
 
