@@ -2,6 +2,7 @@
  * claim.c (computes base and residual instead of ggml). */
 #pragma once
 
+#include "ahead.h"
 #include "device.h"
 #include "engine.h"
 #include "operands.h"
@@ -39,6 +40,8 @@ struct tf_engine {
     tf_device *devices;    /* that nodes were met on */
     int64_t stage_columns; /* from how many on prompts are staged; 0: never */
     size_t stage_bytes;    /* of each device, for that */
+    tf_ahead *ahead;       /* NULL: nothing is begun early */
+    const struct ggml_tensor *awaited; /* asked for because it is what products wait for */
 
     /* survey.c */
     tf_survey_sink survey;
@@ -59,6 +62,10 @@ void tf_engine_fail(tf_engine *e, tf_status status);
 double tf_now(void);
 
 tf_status tf_observe(tf_engine *e, tf_entry *entry, struct ggml_tensor *node);
+/* Whether the node's value is wanted, to begin with the products that it will be an input of. */
+bool tf_awaits(tf_engine *e, const struct ggml_tensor *node);
+/* Begins with them. */
+tf_status tf_begin_products(tf_engine *e, const struct ggml_tensor *x);
 /* The device of a node in memory that the host cannot see, made ready if it is met first; else NULL. */
 tf_device *tf_engine_device_of(tf_engine *e, const struct ggml_tensor *node);
 /* Tells the sink where a node and what it reads lie. */

@@ -33,6 +33,9 @@ static const void *fetch(tf_engine *e, const struct ggml_tensor *t, tf_held *hel
 /* ---- quantizing ------------------------------------------------------------------------------ */
 
 static tf_status quantize(tf_engine *e, int64_t n, int64_t width, int32_t group, const float *x) {
+    if (e->ahead != NULL) {
+        tf_ahead_finish(e->ahead); /* it reads what is written now */
+    }
     tf_activations_shape(&e->activations, n, width, group, e->bits, e->kernel->max_columns);
     tf_status status = tf_activations_reserve(&e->activations);
     if (status == TF_OK) {
@@ -53,19 +56,25 @@ static tf_status run(tf_engine *e, const tf_product *products, int64_t n) {
     return status;
 }
 
+/* Makes e->activations hold x. */
+static tf_status take_input(tf_engine *e, const struct ggml_tensor *x) {
+    if (e->quantized == x) {
+        return TF_OK;
+    }
+    const void *base = fetch(e, x, &e->x);
+    const float *columns = base != NULL ? tf_contiguous(x, base, &e->gathered) : NULL;
+    if (columns == NULL) {
+        return tf_fail(TF_ERR_MEMORY, "out of memory");
+    }
+    const tf_status status = quantize(e, ggml_nrows(x), x->ne[0], e->group, columns);
+    e->quantized = status == TF_OK ? tf_lasting(x) : NULL;
+    return status;
+}
+
 static tf_status mul_mat(tf_engine *e, const tf_entry *entry, const struct ggml_tensor *node, bool add, float *out) {
-    const struct ggml_tensor *x = node->src[1];
-    if (e->quantized != x) {
-        const void *base = fetch(e, x, &e->x);
-        const float *columns = base != NULL ? tf_contiguous(x, base, &e->gathered) : NULL;
-        if (columns == NULL) {
-            return tf_fail(TF_ERR_MEMORY, "out of memory");
-        }
-        tf_status status = quantize(e, ggml_nrows(x), x->ne[0], entry->tensor.planes.group, columns);
-        if (status != TF_OK) {
-            return status;
-        }
-        e->quantized = tf_lasting(x);
+    const tf_status status = take_input(e, node->src[1]);
+    if (status != TF_OK) {
+        return status;
     }
     const tf_product product = {.has_residual = true,
                                 .residual = tf_engine_planes(e, entry, 0),
@@ -153,15 +162,32 @@ static tf_status add_here(tf_engine *e, struct ggml_tensor *node, const float *p
     return TF_OK;
 }
 
+/* R x of a node that was begun early; NULL if it was not. */
+static const float *begun(tf_engine *e, const tf_entry *entry, const struct ggml_tensor *node) {
+    if (e->ahead == NULL || node->op != GGML_OP_MUL_MAT) {
+        return NULL;
+    }
+    const double start = tf_now();
+    tf_ahead_learn(e->ahead, entry, node->src[1]);
+    const float *product = tf_ahead_take(e->ahead, entry, node->src[1]);
+    e->counters.early_nodes += product != NULL;
+    e->counters.compute_s += tf_now() - start;
+    return product;
+}
+
 static tf_status by_cpu(tf_engine *e, tf_device *device, const tf_entry *entry, struct ggml_tensor *node) {
     const size_t bytes = ggml_nbytes(node);
-    float *product = tf_pinned_reserve(&e->result, tf_tensor_device(node), bytes);
+    const float *product = begun(e, entry, node);
     if (product == NULL) {
-        return tf_fail(TF_ERR_MEMORY, "out of memory");
-    }
-    tf_status status = multiply(e, entry, node, false, product);
-    if (status != TF_OK) {
-        return status;
+        float *out = tf_pinned_reserve(&e->result, tf_tensor_device(node), bytes);
+        if (out == NULL) {
+            return tf_fail(TF_ERR_MEMORY, "out of memory");
+        }
+        const tf_status status = multiply(e, entry, node, false, out);
+        if (status != TF_OK) {
+            return status;
+        }
+        product = out;
     }
     const double start = tf_now();
     e->counters.to_device_bytes += bytes;
@@ -196,6 +222,25 @@ tf_device *tf_engine_device_of(tf_engine *e, const struct ggml_tensor *node) {
     return device;
 }
 
+/* Whether so many columns go to the device. */
+static bool is_prompt(const tf_engine *e, const tf_device *device, const struct ggml_tensor *x) {
+    return e->stage_columns > 0 && ggml_nrows(x) >= e->stage_columns && device != NULL && device->stage != NULL;
+}
+
+bool tf_awaits(tf_engine *e, const struct ggml_tensor *node) {
+    return e->ahead != NULL && tf_ahead_expects(e->ahead, node) && node->type == GGML_TYPE_F32 &&
+           tf_lasting(node) != NULL && tf_tensor_device(node) != NULL && ggml_is_contiguous(node) &&
+           !is_prompt(e, tf_engine_device_of(e, node), node);
+}
+
+tf_status tf_begin_products(tf_engine *e, const struct ggml_tensor *x) {
+    const tf_status status = take_input(e, x);
+    if (status == TF_OK) {
+        tf_ahead_start(e->ahead, x, &e->activations, e->bits, &e->counters.residual_bytes);
+    }
+    return status;
+}
+
 tf_status tf_observe(tf_engine *e, tf_entry *entry, struct ggml_tensor *node) {
     tf_status status = tf_check_operands(entry, node);
     if (status != TF_OK || ggml_is_empty(node)) {
@@ -205,8 +250,7 @@ tf_status tf_observe(tf_engine *e, tf_entry *entry, struct ggml_tensor *node) {
         return multiply(e, entry, node, true, (float *)node->data);
     }
     tf_device *device = tf_engine_device_of(e, node);
-    const bool many = e->stage_columns > 0 && ggml_nrows(node->src[1]) >= e->stage_columns;
-    if (many && device != NULL && device->stage != NULL && tf_stage_can(device->stage, entry, node)) {
+    if (is_prompt(e, device, node->src[1]) && tf_stage_can(device->stage, entry, node)) {
         return by_device(e, device, entry, node);
     }
     return by_cpu(e, device, entry, node);

@@ -199,6 +199,7 @@ typedef struct tf_counters {
     uint64_t to_device_bytes;   /* written to memory the host cannot see */
     uint64_t from_device_bytes; /* read from it */
     uint64_t device_adds;       /* nodes whose residual's product was added on their device */
+    uint64_t early_nodes;       /* nodes of these whose product was begun before ggml computed the base's */
     uint64_t staged_nodes;      /* nodes whose residual was multiplied on their device */
     uint64_t staged_bytes;      /* the part of to_device_bytes that is residuals for these */
     double fetch_s, compute_s, store_s, stage_s;

@@ -177,6 +177,27 @@ def test_what_crosses_is_the_formula(pair: Path) -> None:
 
 
 @pytest.mark.vulkan
+def test_products_begun_early_are_the_same(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each dense product is begun when its input exists; in the first pass, the one at load, nothing is known yet."""
+    llm = twofold.Llama(pair, n_gpu_layers=-1, n_threads=2, **SETTINGS)
+    tokens = llm.tokenize(TEXT.encode())[:20]
+    dense, _ = staged(llm._engine.residual)
+    results = []
+    for n in (20, 1, 20):
+        found, logits = moved(llm, tokens[:n])
+        assert found["early_nodes"] == dense
+        results.append(logits)
+    np.testing.assert_array_equal(results[0], results[2])
+    llm.close()
+    monkeypatch.setenv("TWOFOLD_OVERLAP", "0")
+    llm = twofold.Llama(pair, n_gpu_layers=-1, n_threads=2, **SETTINGS)
+    found, logits = moved(llm, tokens)
+    assert found["early_nodes"] == 0
+    np.testing.assert_allclose(logits, results[0], atol=1e-3)
+    llm.close()
+
+
+@pytest.mark.vulkan
 def test_a_device_that_cannot_add(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = twofold.Llama(pair, n_gpu_layers=-1, **SETTINGS)
     tokens = llm.tokenize(TEXT.encode())[:20]
