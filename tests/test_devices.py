@@ -287,7 +287,7 @@ def only_rpc() -> dict[str, str]:
 @pytest.mark.vulkan
 def test_rpc_moves_what_the_formula_says(pair: Path, server: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", CLIENT, str(Path(__file__).parents[1]), str(pair), server, str(tmp_path / "l.npy")]
-    done = subprocess.run(command, env=only_rpc(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, check=False, env=only_rpc(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     assert set(answer["computed"]) == {"RPC0"}
