@@ -16,16 +16,16 @@ version=0.3.36
 say() { echo "gpu_check: $*" >&2; }
 
 pack() {
-    local dir=${1:-gpu-check} work
+    local dir=${1:-gpu-check}
     mkdir -p "$dir/wheels"
     work=$(mktemp -d)
-    trap 'rm -rf "$work"' EXIT
+    trap "rm -rf '$work'" EXIT
     python3 -m pip download --quiet --no-deps --no-binary :all: --no-build-isolation --dest "$work" \
         "llama-cpp-python==$version" >&2
     tar -xf "$work"/llama_cpp_python-*.tar.gz -C "$work"
     local top="$work/llama_cpp_python-$version" llama
     llama=$top/vendor/llama.cpp
-    rm -rf "$top"/{docs,examples,tests,docker} "$llama"/{models,docs,examples,tests,benches,media,conversion,gguf-py,.github}
+    rm -rf "$top"/{.git,docs,examples,tests,docker} "$llama"/{models,docs,examples,tests,benches,media,conversion,gguf-py,.github}
     # Of the tools only mtmd belongs to the Python package; of the backends only these two.
     find "$llama/tools" -mindepth 1 -maxdepth 1 -type d ! -name mtmd -exec rm -rf {} +
     find "$llama/ggml/src" -mindepth 1 -maxdepth 1 -type d ! -name ggml-cpu ! -name ggml-cuda ! -name ggml-rpc -exec rm -rf {} +

@@ -21,16 +21,15 @@ typedef struct bench {
     tf_activations x;
 } bench;
 
-static bench set_up(void) {
-    bench b = {.kernel = tf_kernel_find(NULL)};
+static void set_up(bench *b) {
+    *b = (bench){.kernel = tf_kernel_find(NULL)};
     size_t size;
-    b.data = test_file_bytes(&file, &size);
-    CHECK(tf_residual_from_memory(b.data, size, "memory", &b.residual) == TF_OK);
-    CHECK(tf_registry_init(&b.registry, b.residual) == TF_OK);
-    CHECK(tf_pool_new(THREADS, &b.pool) == TF_OK);
-    b.ahead = tf_ahead_new(&b.registry, b.kernel, b.pool);
-    CHECK(b.ahead != NULL);
-    return b;
+    b->data = test_file_bytes(&file, &size);
+    CHECK(tf_residual_from_memory(b->data, size, "memory", &b->residual) == TF_OK);
+    CHECK(tf_registry_init(&b->registry, b->residual) == TF_OK);
+    CHECK(tf_pool_new(THREADS, &b->pool) == TF_OK);
+    b->ahead = tf_ahead_new(&b->registry, b->kernel, b->pool);
+    CHECK(b->ahead != NULL);
 }
 
 static void tear_down(bench *b) {
@@ -70,7 +69,8 @@ static void check_taken(bench *b, int64_t index, const struct ggml_tensor *x) {
 }
 
 int main(void) {
-    bench b = set_up();
+    bench b;
+    set_up(&b);
     const tf_entry *entries = b.registry.entries;
     struct ggml_tensor x = {.name = "attn_norm-0"}, other = {.name = "attn_norm-1"}, again = {.name = "attn_norm-0"};
     uint64_t bytes = 0;

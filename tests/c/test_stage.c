@@ -51,20 +51,19 @@ typedef struct bench {
     tf_stage *stage;
 } bench;
 
-static bench set_up(size_t bytes) {
-    bench b = {0};
+static void set_up(bench *b, size_t bytes) {
+    *b = (bench){0};
     size_t size;
-    b.data = test_file_bytes(&file, &size);
-    CHECK(tf_residual_from_memory(b.data, size, "memory", &b.residual) == TF_OK);
-    CHECK(tf_registry_init(&b.registry, b.residual) == TF_OK);
-    CHECK(tf_pool_new(2, &b.pool) == TF_OK);
+    b->data = test_file_bytes(&file, &size);
+    CHECK(tf_residual_from_memory(b->data, size, "memory", &b->residual) == TF_OK);
+    CHECK(tf_registry_init(&b->registry, b->residual) == TF_OK);
+    CHECK(tf_pool_new(2, &b->pool) == TF_OK);
     ggml_backend_load_all();
     const char *name = getenv("TWOFOLD_TEST_DEVICE");
-    b.dev = name != NULL ? ggml_backend_dev_by_name(name) : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-    CHECK(b.dev != NULL);
-    b.stage = tf_stage_new(b.dev, &b.registry, bytes);
-    CHECK(b.stage != NULL);
-    return b;
+    b->dev = name != NULL ? ggml_backend_dev_by_name(name) : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    CHECK(b->dev != NULL);
+    b->stage = tf_stage_new(b->dev, &b->registry, bytes);
+    CHECK(b->stage != NULL);
 }
 
 static void tear_down(bench *b) {
@@ -127,7 +126,8 @@ static uint64_t bytes_of(int64_t index, int32_t bits) {
 
 /* Matrices take turns, so what was uploaded ahead is used, and where the order changes it must not be. */
 static void test_products(size_t bytes) {
-    bench b = set_up(bytes);
+    bench b;
+    set_up(&b, bytes);
     const int64_t order[] = {0, 1, 2, 0, 1, 2, 2, 0, 0, 1, 2, 1};
     for (int32_t bits = 4; bits <= 8; bits += 2) {
         for (size_t i = 0; i < sizeof order / sizeof *order; i++) {
@@ -139,7 +139,8 @@ static void test_products(size_t bytes) {
 
 /* A pass over the same matrices again moves each once: nothing is uploaded in vain. */
 static void test_bytes(void) {
-    bench b = set_up(2 << 20);
+    bench b;
+    set_up(&b, 2 << 20);
     for (int64_t i = 0; i < 9; i++) {
         check_product(&b, i % 3, 8, 1);
     }
