@@ -202,8 +202,8 @@ static tf_status launch(slot *s, const struct ggml_tensor *node) {
         return tf_fail(TF_ERR_MEMORY, "no room for %lld staged rows of %s", (long long)held.rows,
                        held.entry->tensor.name);
     }
-    struct ggml_tensor *rows = ggml_view_2d(s->lane.ctx, to, held.rows, to->ne[1], to->nb[1],
-                                            (size_t)held.first * sizeof(float));
+    struct ggml_tensor *rows =
+        ggml_view_2d(s->lane.ctx, to, held.rows, to->ne[1], to->nb[1], (size_t)held.first * sizeof(float));
     return tf_lane_start(&s->lane, ggml_add_inplace(s->lane.ctx, rows, y));
 }
 

@@ -235,8 +235,8 @@ void tf_engine_free(tf_engine *engine);
 tf_status tf_engine_set_bits(tf_engine *engine, int32_t bits); /* 0 (base alone), 4, 6, 8 */
 /* Compute products of base weights in host memory with our own kernels, instead of ggml's; off at first. */
 void tf_engine_claim(tf_engine *engine, bool on);
-/* Before the first decode: from `columns` columns on (0: never), multiply residuals on the node's device instead of here;
- * `bytes` of memory are taken on each device, TF_STAGE_LEAST to TF_STAGE_MOST. */
+/* Before the first decode: from `columns` columns on (0: never), multiply residuals on the node's device instead of
+ * here; `bytes` of memory are taken on each device, TF_STAGE_LEAST to TF_STAGE_MOST. */
 tf_status tf_engine_stage(tf_engine *engine, int64_t columns, uint64_t bytes);
 int32_t tf_engine_device_count(const tf_engine *engine);
 tf_status tf_engine_device(const tf_engine *engine, int32_t index, tf_device_use *out);

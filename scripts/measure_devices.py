@@ -93,9 +93,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             found["check"] = _bytes(llm, tokens[:8]) | _formula(llm, 8)
         for width in arguments.widths:
             rows[width][f"{way}_s"] = _seconds(llm, tokens[:width], arguments.repeats)
-        _decode(llm, tokens)
-        logits[way] = np.array(llm.scores[: len(tokens)])
         found.setdefault("prompt", {})[way] = _bytes(llm, tokens)
+        logits[way] = np.array(llm.scores[: len(tokens)])
         llm.close()
     found["widths"] = list(rows.values())
     found["threshold"] = next((w for w, row in rows.items() if row["device_s"] < row["cpu_s"]), None)

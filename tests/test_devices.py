@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import gpu_check
 import twofold
 from make_tiny import ARCHS, write_tiny
 from measure_devices import crossing, staged
 from measure_verifier import kl_divergence, logits_of
+from random_pair import SHAPES, write_pair
 from twofold import devices, errors, info, whereabouts
 from twofold.cli import main
 from twofold.convert import convert
@@ -299,3 +301,40 @@ def test_rpc_moves_what_the_formula_says(pair: Path, server: str, tmp_path: Path
     here = logits_of(llm, llm.tokenize(TEXT.encode()))
     assert kl_divergence(here, np.load(tmp_path / "l.npy")).mean() < 5e-3
     llm.close()
+
+
+# ---- scripts -----------------------------------------------------------------------------------------
+
+
+def test_random_pair_is_a_pair(tmp_path: Path) -> None:
+    base = write_pair(tmp_path / "r", SHAPES["tiny"], base="q4_0", bits=6)
+    llm = twofold.Llama(base, **SETTINGS)
+    tokens = list(range(3, 40))
+    logits, drafts = logits_of(llm, tokens), logits_of(llm, tokens, draft=True)
+    assert np.isfinite(logits).all()
+    assert 0.1 < logits.std() < 10
+    assert not np.array_equal(logits, drafts)
+    llm.close()
+    with pytest.raises(ValueError, match="q4_0, q8_0, q2_k, q4_k are allowed"):
+        write_pair(tmp_path / "s", SHAPES["tiny"], base="q3_k")
+    with pytest.raises(ValueError, match="take q4_0"):
+        write_pair(tmp_path / "s", SHAPES["135m"], base="q2_k")
+
+
+def test_gpu_check_needs_a_device() -> None:
+    with pytest.raises(SystemExit, match="no device CUDA9; there are"):
+        gpu_check.main(["--device", "CUDA9"])
+
+
+@pytest.mark.vulkan
+def test_gpu_check_prints_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--shape", "tiny", "--base", "q4_0", "--threads", "2", "--steps", "1", "--prompt", "64", "--archs"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", errors.PlacementWarning)
+        assert gpu_check.main(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["failures"] == []
+    assert [row["columns"] for row in found["times_2_threads"]["checks"]] == list(gpu_check.WIDTHS)
+    assert found["times_2_threads"]["prompt_staged_bytes"] > 0
+    assert found["times_2_threads"]["checks"][0]["early_nodes"] > 0
+    assert found["times_nothing_begun_early"]["checks"][0]["early_nodes"] == 0
