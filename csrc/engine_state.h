@@ -37,10 +37,11 @@ struct tf_engine {
     tf_held x, ids;
     tf_pinned result; /* R x on its way to a device */
     tf_buffer sum, columns, gathered;
-    tf_device *devices;                /* that nodes were met on */
-    int64_t stage_columns;             /* from how many on prompts are staged; 0: never */
-    size_t stage_bytes;                /* of each device, for that */
-    tf_ahead *ahead;                   /* NULL: nothing is begun early */
+    tf_device *devices;    /* that nodes were met on */
+    bool use_devices;      /* compute there ourselves: not where a front end wraps the devices' own functions */
+    int64_t stage_columns; /* from how many on prompts are staged; 0: never */
+    size_t stage_bytes;    /* of each device, for that */
+    tf_ahead *ahead;       /* NULL: nothing is begun early */
     const struct ggml_tensor *awaited; /* asked for because it is what products wait for */
 
     /* survey.c */

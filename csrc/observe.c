@@ -153,7 +153,7 @@ static tf_status add_here(tf_engine *e, struct ggml_tensor *node, const float *p
         return tf_fail(TF_ERR_MEMORY, "out of memory");
     }
     ggml_backend_tensor_get(node, sum, 0, bytes);
-    for (int64_t i = 0; i < ggml_nelements(node); i++) {
+    for (size_t i = 0; i < bytes / sizeof *sum; i++) {
         sum[i] += product[i];
     }
     ggml_backend_tensor_set(node, sum, 0, bytes);
@@ -213,7 +213,7 @@ static tf_status by_device(tf_engine *e, tf_device *device, const tf_entry *entr
 }
 
 tf_device *tf_engine_device_of(tf_engine *e, const struct ggml_tensor *node) {
-    ggml_backend_dev_t dev = tf_tensor_device(node);
+    ggml_backend_dev_t dev = e->use_devices ? tf_tensor_device(node) : NULL;
     tf_device *device = dev != NULL ? tf_device_get(&e->devices, dev) : NULL;
     if (device != NULL && e->stage_columns > 0 && !device->stage_tried) {
         device->stage_tried = true;

@@ -7,7 +7,7 @@
  *
  * Every function that returns tf_status leaves a message for tf_error() when it is not TF_OK. */
 
-enum { TF_ABI = 5 };
+enum { TF_ABI = 6 };
 
 typedef enum tf_status {
     TF_OK = 0,
@@ -235,7 +235,8 @@ void tf_engine_free(tf_engine *engine);
 tf_status tf_engine_set_bits(tf_engine *engine, int32_t bits); /* 0 (base alone), 4, 6, 8 */
 /* Compute products of base weights in host memory with our own kernels, instead of ggml's; off at first. */
 void tf_engine_claim(tf_engine *engine, bool on);
-/* Before the first decode: from `columns` columns on (0: never), multiply residuals on the node's device instead of
+/* Before the first decode; without it, the engine computes nothing on devices: results are fetched and stored, and
+ * nothing is begun early. From `columns` columns on (0: never), multiply residuals on the node's device instead of
  * here; `bytes` of memory are taken on each device, TF_STAGE_LEAST to TF_STAGE_MOST. */
 tf_status tf_engine_stage(tf_engine *engine, int64_t columns, uint64_t bytes);
 int32_t tf_engine_device_count(const tf_engine *engine);
