@@ -55,15 +55,22 @@ void tf_engine_fail(tf_engine *e, tf_status status) {
 bool tf_engine_wants(tf_engine *e, struct ggml_tensor *node) {
     e->quantized = e->quantized == node ? NULL : e->quantized;
     e->claimed = e->claimed == node ? NULL : e->claimed;
+    e->x.tensor = e->x.tensor == node ? NULL : e->x.tensor;
+    e->ids.tensor = e->ids.tensor == node ? NULL : e->ids.tensor;
+    if (e->survey != NULL) {
+        tf_survey_node(e, node);
+    }
     if (tf_is_claimed(node)) {
         tf_unclaim_node(node);
     }
-    if (node->op != GGML_OP_MUL_MAT && node->op != GGML_OP_MUL_MAT_ID) {
-        return false;
-    }
-    tf_entry *entry = tf_registry_find(&e->registry, node->src[0]->name);
     const bool verify = e->mode == TF_VERIFY && e->bits > 0;
-    if (entry == NULL || !(verify || e->claiming)) {
+    const bool product = node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID;
+    tf_entry *entry = product ? tf_registry_find(&e->registry, node->src[0]->name) : NULL;
+    if (entry == NULL) {
+        e->awaited = verify && tf_awaits(e, node) ? node : e->awaited;
+        return e->awaited == node;
+    }
+    if (!(verify || e->claiming)) {
         return false;
     }
     if (tf_claim_node(e, entry, node)) {
@@ -75,6 +82,13 @@ bool tf_engine_wants(tf_engine *e, struct ggml_tensor *node) {
 }
 
 bool tf_engine_apply(tf_engine *e, struct ggml_tensor *node) {
+    if (node == e->awaited) {
+        e->awaited = NULL;
+        if (e->status == TF_OK) {
+            tf_engine_fail(e, tf_begin_products(e, node));
+        }
+        return e->status == TF_OK;
+    }
     tf_entry *entry = tf_registry_find(&e->registry, node->src[0]->name);
     if (e->status == TF_OK) {
         tf_engine_fail(e, tf_observe(e, entry, node));
@@ -113,11 +127,17 @@ tf_status tf_engine_new(const tf_residual *residual, int32_t threads, tf_engine 
 
 void tf_engine_free(tf_engine *e) {
     if (e != NULL) {
+        tf_ahead_free(e->ahead);
         tf_pool_free(e->pool);
         tf_registry_free(&e->registry);
         tf_activations_free(&e->activations);
         tf_claims_free(e);
-        tf_buffer *buffers[] = {&e->fetched, &e->result, &e->columns, &e->ids, &e->gathered, &e->claim_memory};
+        tf_devices_free(e->devices);
+        tf_pinned *copies[] = {&e->x.memory, &e->ids.memory, &e->result};
+        for (size_t i = 0; i < sizeof copies / sizeof *copies; i++) {
+            tf_pinned_free(copies[i]);
+        }
+        tf_buffer *buffers[] = {&e->sum, &e->columns, &e->gathered, &e->claim_memory};
         for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) {
             free(buffers[i]->data);
         }
@@ -134,6 +154,9 @@ tf_status tf_engine_set_bits(tf_engine *e, int32_t bits) {
     }
     e->bits = bits;
     e->quantized = NULL;
+    if (e->ahead != NULL) {
+        tf_ahead_finish(e->ahead);
+    }
     return TF_OK;
 }
 
@@ -142,7 +165,10 @@ void tf_engine_claim(tf_engine *e, bool on) { e->claiming = on; }
 void tf_engine_begin(tf_engine *e, tf_mode mode) {
     e->mode = mode;
     e->status = TF_OK;
-    e->quantized = e->claimed = NULL;
+    e->quantized = e->claimed = e->awaited = e->x.tensor = e->ids.tensor = NULL;
+    if (e->ahead != NULL) {
+        tf_ahead_finish(e->ahead);
+    }
     tf_claims_free(e);
     for (int64_t i = 0; i < e->registry.count; i++) {
         e->registry.entries[i].applied = 0;

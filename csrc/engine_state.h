@@ -2,12 +2,21 @@
  * claim.c (computes base and residual instead of ggml). */
 #pragma once
 
+#include "ahead.h"
+#include "device.h"
 #include "engine.h"
 #include "operands.h"
 #include "product.h"
 #include "registry.h"
+#include "stage.h"
 
 typedef struct tf_claim tf_claim;
+
+/* A copy of what lies on a device. */
+typedef struct tf_held {
+    tf_pinned memory;
+    const struct ggml_tensor *tensor; /* whose bytes they are, until it is computed anew; NULL: nobody's */
+} tf_held;
 
 struct tf_engine {
     tf_registry registry;
@@ -25,7 +34,19 @@ struct tf_engine {
      * graph several times, over parts of the batch. */
     tf_activations activations;
     const struct ggml_tensor *quantized;
-    tf_buffer fetched, result, columns, ids, gathered;
+    tf_held x, ids;
+    tf_pinned result; /* R x on its way to a device */
+    tf_buffer sum, columns, gathered;
+    tf_device *devices;    /* that nodes were met on */
+    bool use_devices;      /* compute there ourselves: not where a front end wraps the devices' own functions */
+    int64_t stage_columns; /* from how many on prompts are staged; 0: never */
+    size_t stage_bytes;    /* of each device, for that */
+    tf_ahead *ahead;       /* NULL: nothing is begun early */
+    const struct ggml_tensor *awaited; /* asked for because it is what products wait for */
+
+    /* survey.c */
+    tf_survey_sink survey;
+    void *survey_user;
 
     /* claim.c */
     tf_claim *claims;                  /* of this decode, the latest first */
@@ -42,6 +63,14 @@ void tf_engine_fail(tf_engine *e, tf_status status);
 double tf_now(void);
 
 tf_status tf_observe(tf_engine *e, tf_entry *entry, struct ggml_tensor *node);
+/* Whether the node's value is wanted, to begin with the products that it will be an input of. */
+bool tf_awaits(tf_engine *e, const struct ggml_tensor *node);
+/* Begins with them. */
+tf_status tf_begin_products(tf_engine *e, const struct ggml_tensor *x);
+/* The device of a node in memory that the host cannot see, made ready if it is met first; else NULL. */
+tf_device *tf_engine_device_of(tf_engine *e, const struct ggml_tensor *node);
+/* Tells the sink where a node and what it reads lie. */
+void tf_survey_node(tf_engine *e, const struct ggml_tensor *node);
 
 /* Makes the node ours if it can be; otherwise leaves it as ggml's. */
 bool tf_claim_node(tf_engine *e, tf_entry *entry, struct ggml_tensor *node);

@@ -151,19 +151,28 @@ void tf_pool_free(tf_pool *pool) {
 
 int32_t tf_pool_threads(const tf_pool *pool) { return pool->threads; }
 
-void tf_pool_run(tf_pool *pool, tf_job job, void *argument) {
-    if (pool->threads == 1) {
-        job(argument, 0, 1);
-        return;
-    }
+void tf_pool_start(tf_pool *pool, tf_job job, void *argument) {
+    tf_pool_finish(pool);
     pool->job = job;
     pool->argument = argument;
     const uint64_t generation = (atomic_load(&pool->state) >> GENERATION_SHIFT) + 1;
     atomic_store(&pool->state, generation << GENERATION_SHIFT);
     wake_sleepers(pool);
-    job(argument, 0, pool->threads);
+}
+
+void tf_pool_finish(tf_pool *pool) {
     atomic_fetch_or(&pool->state, CLOSED);
     for (int spins = 0; atomic_load(&pool->state) & ACTIVE; spins++) {
         tf_relax(spins);
     }
+}
+
+void tf_pool_run(tf_pool *pool, tf_job job, void *argument) {
+    if (pool->threads == 1) {
+        job(argument, 0, 1);
+        return;
+    }
+    tf_pool_start(pool, job, argument);
+    job(argument, 0, pool->threads);
+    tf_pool_finish(pool);
 }

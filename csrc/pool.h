@@ -18,3 +18,7 @@ void tf_pool_free(tf_pool *pool);
 int32_t tf_pool_threads(const tf_pool *pool);
 /* The caller is thread 0. Returns when every thread that joined has returned. */
 void tf_pool_run(tf_pool *pool, tf_job job, void *argument);
+/* The other threads begin with a job, the caller goes on. Any later call waits for it first. */
+void tf_pool_start(tf_pool *pool, tf_job job, void *argument);
+/* Lets nobody else join that job and returns when those inside have; nothing to do is fine. */
+void tf_pool_finish(tf_pool *pool);

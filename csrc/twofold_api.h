@@ -7,7 +7,7 @@
  *
  * Every function that returns tf_status leaves a message for tf_error() when it is not TF_OK. */
 
-enum { TF_ABI = 5 };
+enum { TF_ABI = 6 };
 
 typedef enum tf_status {
     TF_OK = 0,
@@ -198,8 +198,36 @@ typedef struct tf_counters {
     uint64_t base_bytes;        /* memory of base panels that were made */
     uint64_t to_device_bytes;   /* written to memory the host cannot see */
     uint64_t from_device_bytes; /* read from it */
-    double fetch_s, compute_s, store_s;
+    uint64_t device_adds;       /* nodes whose residual's product was added on their device */
+    uint64_t early_nodes;       /* nodes of these whose product was begun before ggml computed the base's */
+    uint64_t staged_nodes;      /* nodes whose residual was multiplied on their device */
+    uint64_t staged_bytes;      /* the part of to_device_bytes that is residuals for these */
+    double fetch_s, compute_s, store_s, stage_s;
 } tf_counters;
+
+/* What the engine does with a device that holds nodes. */
+typedef struct tf_device_use {
+    const char *name;      /* ggml's, as long as the device is there */
+    bool adds;             /* products are added on the device; else results are fetched and stored */
+    bool pinned;           /* it offers pinned host memory, which copies go through */
+    bool async;            /* ggml says that uploads run beside other work */
+    int64_t stage_columns; /* from how many columns on it multiplies residuals; 0: never */
+    uint64_t stage_bytes;  /* of its memory, taken for that */
+} tf_device_use;
+
+enum { TF_STAGE_LEAST = 1 << 20, TF_STAGE_MOST = 1 << 30 };
+
+/* Where something of a graph lies. */
+typedef struct tf_seen {
+    const char *name;   /* of a weight, a cache or a node, without what the scheduler adds to copies */
+    const char *op;     /* ggml's name of the op; "NONE" for what the graph only reads */
+    const char *device; /* ggml's name */
+    bool host;          /* memory that the host can see */
+    uint64_t bytes;
+    bool residual; /* a residual belongs to it */
+} tf_seen;
+
+typedef void (*tf_survey_sink)(void *user, const tf_seen *seen);
 
 /* residual must outlive the engine. threads: 1 or more. */
 tf_status tf_engine_new(const tf_residual *residual, int32_t threads, tf_engine **out);
@@ -207,6 +235,15 @@ void tf_engine_free(tf_engine *engine);
 tf_status tf_engine_set_bits(tf_engine *engine, int32_t bits); /* 0 (base alone), 4, 6, 8 */
 /* Compute products of base weights in host memory with our own kernels, instead of ggml's; off at first. */
 void tf_engine_claim(tf_engine *engine, bool on);
+/* Before the first decode; without it, the engine computes nothing on devices: results are fetched and stored, and
+ * nothing is begun early. From `columns` columns on (0: never), multiply residuals on the node's device instead of
+ * here; `bytes` of memory are taken on each device, TF_STAGE_LEAST to TF_STAGE_MOST. */
+tf_status tf_engine_stage(tf_engine *engine, int64_t columns, uint64_t bytes);
+int32_t tf_engine_device_count(const tf_engine *engine);
+tf_status tf_engine_device(const tf_engine *engine, int32_t index, tf_device_use *out);
+/* In decodes from now on, shows the sink every node before it is computed, and what the graph only reads. Devices of
+ * nodes with a residual are made ready. NULL ends it. */
+void tf_engine_survey(tf_engine *engine, tf_survey_sink sink, void *user);
 /* Around every llama_decode: begin says how it shall run, end reports what went wrong inside. */
 void tf_engine_begin(tf_engine *engine, tf_mode mode);
 tf_status tf_engine_end(tf_engine *engine);

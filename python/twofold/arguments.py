@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import twofold
-from twofold import commands, conversation, plan_command
+from twofold import commands, conversation, device_arguments, plan_command
 from twofold.accept import DEPTHS
 from twofold.benchplan import DRAFTS, LOOKUPS
 from twofold.loop import MAX_DRAFT
@@ -198,7 +198,7 @@ def _add_loading(parser: argparse.ArgumentParser) -> None:
     add("--residual-bits", type=int, choices=(0, 4, 6, 8), help="bits verified with; 0: base alone (default: all)")
     add("--ctx", type=_number(int, 0), default=4096, help="tokens of context; 0: the model's own (default: 4096)")
     add("--threads", type=_number(int, 1), metavar="N", help="default: one for each core")
-    add("--gpu-layers", type=_number(int, -1), default=-1, metavar="N", help="layers in VRAM (default: -1: all)")
+    device_arguments.add_arguments(parser)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -261,8 +261,12 @@ def _add_eval(parsers: Parsers) -> None:
 
 
 def _add_info(parsers: Parsers) -> None:
-    about = "show versions, CPU, kernels and devices"
-    parser = _command(parsers, "info", commands.info, about, "--json")
+    about = "show versions, CPU, kernels and devices, and where the parts of a pair would lie"
+    parser = _command(parsers, "info", commands.info, about, "model.base.gguf")
+    parser.add_argument("base", metavar="BASE", nargs="?", help="NAME.base.gguf: load it and say where every part lies")
+    parser.add_argument("--residual", metavar="PATH", help="default: NAME.residual.gguf beside the base")
+    parser.add_argument("--ctx", type=_number(int, 0), default=4096, help="tokens of context (default: 4096)")
+    device_arguments.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

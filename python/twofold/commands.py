@@ -30,6 +30,7 @@ from twofold import info as machine
 from twofold.calibrate import calibrate as run_calibration
 from twofold.convert import convert as convert_model
 from twofold.decoder import physical_cores
+from twofold.devices import add_rpc_servers
 from twofold.merge import merge as merge_pair
 from twofold.pairfile import open_pair
 from twofold.sensitivity import CANDIDATES
@@ -158,7 +159,11 @@ def evaluate(arguments: Namespace) -> int:
 
 def info(arguments: Namespace) -> int:
     """Run ``twofold info``."""
+    if arguments.rpc:
+        add_rpc_servers(arguments.rpc)
     found = machine.collect()
+    if arguments.base is not None:
+        found["pair"] = machine.locate_pair(arguments.base, arguments.residual, arguments.ctx, arguments)
     print(json.dumps(found) if arguments.json else machine.render(found))
     return 0
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from twofold import errors, prompting, terminal
+from twofold import device_arguments, errors, prompting, terminal
 from twofold.llama import Llama
 
 _HELP = "commands: /reset forgets the conversation, /quit ends"
@@ -88,7 +88,7 @@ def _load(arguments: Namespace) -> Llama:
         residual_bits=arguments.residual_bits,
         residual_path=arguments.residual,
         n_ctx=arguments.ctx,
-        n_gpu_layers=arguments.gpu_layers,
+        **device_arguments.options(arguments),
         **{name: value for name, value in optional.items() if value is not None},
     )
     if llm.rollback:

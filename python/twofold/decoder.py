@@ -191,9 +191,10 @@ class Decoder:
         """Whether a token has to be decoded beside another one, which is then forgotten.
 
         ggml's flash attention spreads the keys of a single row over threads once there are many, and so sums them in
-        another order than for several rows: a check of one token would round otherwise than a wider one.
+        another order than for several rows: a check of one token would round otherwise than a wider one. On a device
+        the width of a batch decides about rounding anyway.
         """
-        claiming = self.engine is not None and self.engine.claiming and self._mode == Engine.VERIFY
+        claiming = isinstance(self.engine, Engine) and self.engine.claims and self._mode == Engine.VERIFY
         alone = claiming and len(tokens) == 1 and self.rollback.seats
         return alone and self.max_batch > 1 and position + 2 <= self._llama._n_ctx
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from twofold.llama_log import quiet_log
 
 _KINDS = ("cpu", "gpu", "igpu", "accel", "meta")  # enum ggml_backend_dev_type
 _FLOAT32 = 0  # enum ggml_type
+_NO_GPU = ("CPU", "RPC", "BLAS")
+_rpc_servers: set[str] = set()  # that ggml knows
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,57 @@ def _function(name: str, result: Any, *arguments: Any) -> Any:
     function = llama_cpp.llama_cpp._lib[name]
     function.restype, function.argtypes = result, arguments
     return function
+
+
+def add_rpc_servers(endpoints: str) -> None:
+    """Make the devices of RPC servers known to ggml, for the rest of this process.
+
+    Parameters
+    ----------
+    endpoints
+        ``HOST:PORT``, several separated by commas.
+
+    Raises
+    ------
+    UnsupportedError
+        if llama-cpp-python was built without ggml's RPC backend.
+    ArgumentError
+        if a server cannot be reached.
+    """
+    _start()
+    rpc = _function("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)(b"RPC")
+    if not rpc:
+        raise errors.UnsupportedError("this llama-cpp-python has no RPC backend; build it with -DGGML_RPC=ON")
+    address = _function("ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
+    add = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(address(rpc, b"ggml_backend_rpc_add_server"))
+    register = _function("ggml_backend_register", None, ctypes.c_void_p)
+    for endpoint in (text.strip() for text in endpoints.split(",")):
+        if endpoint in _rpc_servers:
+            continue
+        server = add(endpoint.encode()) if _listens(endpoint) else None
+        if not server:
+            raise errors.ArgumentError(f"no RPC server answers at {endpoint!r}; give HOST:PORT of a running one")
+        register(server)
+        _rpc_servers.add(endpoint)
+
+
+def _listens(endpoint: str) -> bool:
+    """Whether anyone listens there: ggml ends the process if nobody does."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def gpu_backends() -> list[str]:
+    """Names of the backends that llama-cpp-python was built with and that run on GPUs, whether or not there is one."""
+    _start()
+    get = _function("ggml_backend_reg_get", ctypes.c_void_p, ctypes.c_size_t)
+    name = _function("ggml_backend_reg_name", ctypes.c_char_p, ctypes.c_void_p)
+    count = _function("ggml_backend_reg_count", ctypes.c_size_t)()
+    return [found for index in range(count) if (found := name(get(index)).decode()).split("[")[0] not in _NO_GPU]
 
 
 # ---- copies ------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,30 @@ class Residual:
         return Planes(c.rows, c.width, c.group, self.bits, **parts, owner=self)
 
 
+@dataclass(frozen=True)
+class DeviceUse:
+    """What the engine does with a device (twofold_api.h, tf_device_use); bytes of its memory."""
+
+    name: str
+    adds: bool
+    pinned: bool
+    asynchronous: bool
+    stage_columns: int
+    stage_bytes: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A weight, a cache or a node (op other than ``NONE``) of a graph, and where it lies."""
+
+    name: str
+    op: str
+    device: str
+    host: bool
+    size: int
+    residual: bool
+
+
 class Engine:
     """Adds the residual to the base's products inside llama.cpp's graphs (csrc/engine.c)."""
 
@@ -97,6 +122,51 @@ class Engine:
         """Compute products of base weights in host memory with our own kernels instead of ggml's."""
         lib.tf_engine_claim(self._c, on)
         self.claiming = on
+
+    @property
+    def claims(self) -> bool:
+        """Whether some products are really computed by our kernels: not so if the base is on a device."""
+        return self.claiming and lib.tf_engine_counters(self._c).base_bytes > 0
+
+    def stage(self, columns: int, size: int) -> None:
+        """Multiply residuals of `columns` tokens or more on their device (0: never), with `size` bytes of its memory.
+
+        Before the first decode.
+
+        Raises
+        ------
+        ArgumentError
+            for values outside what is allowed, which the message names.
+        """
+        check(lib.tf_engine_stage(self._c, columns, size))
+
+    def device_uses(self) -> list[DeviceUse]:
+        """Return what is done with the devices that nodes with a residual were met on."""
+        uses = []
+        for index in range(lib.tf_engine_device_count(self._c)):
+            out = ffi.new("tf_device_use *")
+            check(lib.tf_engine_device(self._c, index, out))
+            uses.append(
+                DeviceUse(
+                    text(out.name), out.adds, out.pinned, getattr(out, "async"), out.stage_columns, out.stage_bytes
+                )
+            )
+        return uses
+
+    @contextmanager
+    def survey(self) -> Iterator[list[Seen]]:
+        """Collect where everything lies that decodes in the block compute or read."""
+        found: list[Seen] = []
+
+        @ffi.callback("tf_survey_sink")  # type: ignore[untyped-decorator]
+        def sink(_: Any, c: Any) -> None:
+            found.append(Seen(text(c.name), text(c.op), text(c.device), c.host, c.bytes, c.residual))
+
+        lib.tf_engine_survey(self._c, sink, ffi.NULL)
+        try:
+            yield found
+        finally:
+            lib.tf_engine_survey(self._c, ffi.NULL, ffi.NULL)
 
     def begin(self, mode: int) -> None:
         """Say how the next llama_decode runs: `DRAFT` or `VERIFY`."""

@@ -56,3 +56,7 @@ class VersionError(TwofoldError, ImportError):
 
 class DecodeError(TwofoldError, RuntimeError):
     """llama.cpp could not decode a batch, or a residual could not be applied."""
+
+
+class PlacementWarning(UserWarning):
+    """Something is on the CPU that was to be on a device."""

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 
 import twofold
-from twofold import blocks, decoder, devices
+from twofold import blocks, decoder, device_arguments, devices, prompting
 from twofold._native import lib, text
+from twofold.engine import DeviceUse
 from twofold.report import size
+from twofold.units import binary
+from twofold.whereabouts import use_line
 
 # What llama.cpp's and twofold's kernels are chosen by, on x86 and on ARM.
 _FEATURES = (
@@ -38,6 +42,22 @@ def collect() -> dict[str, Any]:
         "devices": [vars(device) for device in devices.devices()],
         "llama_system_info": devices.llama_system_info(),
     }
+
+
+def locate_pair(base: str, residual: str | None, ctx: int, arguments: Namespace) -> dict[str, Any]:
+    """Load a pair as `generate` would and say where its parts lie (Whereabouts.as_dict, and its rows of text).
+
+    Raises
+    ------
+    TwofoldError
+        for everything that :class:`twofold.Llama` refuses.
+    """
+    options = device_arguments.options(arguments)
+    llm = prompting.load(base, tell=False, residual_path=residual, n_ctx=ctx, preload=False, **options)
+    try:
+        return llm.whereabouts.as_dict() if llm.whereabouts is not None else {}
+    finally:
+        llm.close()
 
 
 def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
@@ -104,9 +124,22 @@ def render(found: dict[str, Any]) -> str:
         ("kernels", f"{' '.join(found['kernels'])}; {found['kernel']} is in use"),
         *(("device", _device_line(device)) for device in found["devices"]),
         ("llama.cpp", found["llama_system_info"]),
+        *_pair_rows(found.get("pair", {})),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
+
+
+def _pair_rows(pair: dict[str, Any]) -> list[tuple[str, str]]:
+    if not pair:
+        return []
+    rows = [
+        (part["name"], f"{part['place']}: {binary(part['size'])}, {part['tensors']} tensors") for part in pair["parts"]
+    ]
+    rows.append(("residual", f"RAM: {binary(pair['residual_bytes'])} a check reads"))
+    rows += [("computed by", f"{place}: {count} nodes of a graph") for place, count in pair["computed"].items()]
+    rows += [("transfers", use_line(DeviceUse(**use))) for use in pair["devices"]]
+    return rows + [("warning", warning) for warning in pair["warnings"]]
 
 
 def _device_line(device: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,8 @@ import numpy as np
 
 from twofold import errors, propose
 from twofold.decoder import physical_cores
-from twofold.loading import check_arguments, load_engine, set_bits
+from twofold.devices import add_rpc_servers, gpu_backends
+from twofold.loading import STAGE_BYTES, STAGE_COLUMNS, check_arguments, load_engine, set_bits
 from twofold.loop import MAX_DRAFT, LoopingLlama
 from twofold.pace import Auto, Fixed
 from twofold.pairfile import residual_bytes
@@ -19,6 +21,7 @@ from twofold.propose import NGRAM, Proposer
 from twofold.rollback import SNAPSHOTS
 from twofold.stats import Stats
 from twofold.vocabularies import shared_vocabulary
+from twofold.whereabouts import Whereabouts, locate
 
 
 class Llama(LoopingLlama):
@@ -45,6 +48,14 @@ class Llama(LoopingLlama):
     preload
         Read the planes in use into memory while loading (with a progress bar if `verbose`), instead of when they are
         first needed; with `use_mlock` they are locked there too.
+    stage_columns
+        Prompts decoded so many tokens or more at once are completed on the device that computes them: the residual is
+        sent there, matrix by matrix. 0: always by the CPU (docs/devices.md).
+    stage_bytes
+        Memory taken for that on each device, 1 MiB to 1 GiB.
+    rpc_servers
+        ``HOST:PORT`` of servers of ggml's RPC backend whose devices are used too, separated by commas; for the rest
+        of this process.
     **arguments
         Those of llama_cpp.Llama. `n_threads` and `n_threads_batch` default to the number of cores, `flash_attn` to
         True; the residual is multiplied by `n_threads_batch` threads.
@@ -62,6 +73,9 @@ class Llama(LoopingLlama):
     ----------
     stats : dict
         Of the last call (:class:`twofold.stats.Stats`).
+    whereabouts : Whereabouts or None
+        Where the parts of the model lie (whereabouts.py); None if it was not looked after: without a residual, and
+        with `n_gpu_layers` 0 where ggml computes the base.
     """
 
     def __init__(
@@ -74,6 +88,9 @@ class Llama(LoopingLlama):
         drafter: str | os.PathLike[str] | None = NGRAM,
         claim: bool | None = None,
         preload: bool = True,
+        stage_columns: int = STAGE_COLUMNS,
+        stage_bytes: int = STAGE_BYTES,
+        rpc_servers: str | None = None,
         **arguments: Any,
     ) -> None:
         check_arguments(arguments)
@@ -85,19 +102,28 @@ class Llama(LoopingLlama):
         if drafter is not None and drafter != NGRAM:
             shared_vocabulary([Path(model_path), Path(drafter)])
         self.residual_path, self.drafter = residual_path, drafter
+        self._stage_columns = stage_columns
         self._stats = Stats()
         self._auto = Auto(MAX_DRAFT)  # it goes on learning from call to call
         self.draft_tokens = draft_tokens
-        engine = None
+        if rpc_servers:
+            add_rpc_servers(rpc_servers)
+        engine, stage = None, (stage_columns, stage_bytes)
         if residual_bits != 0 and not arguments.get("vocab_only"):
             engine = load_engine(
-                Path(model_path), residual_path, arguments, bits=residual_bits, claim=claim, preload=preload
+                Path(model_path),
+                residual_path,
+                arguments,
+                bits=residual_bits,
+                claim=claim,
+                preload=preload,
+                stage=stage,
             )
         self._residual_bits = 0 if engine is None else set_bits(engine, residual_bits)
         snapshots = SNAPSHOTS if draft_tokens == "auto" else max(1, min(int(draft_tokens), SNAPSHOTS))
         super().__init__(engine, snapshots=snapshots if engine else 0, model_path=os.fspath(model_path), **arguments)
         self._fit_to_context()
-        self._make_base_panels()
+        self.whereabouts = self._first_decode(arguments.get("n_gpu_layers", 0), bool(arguments.get("verbose", True)))
         if arguments.get("verbose", True) and self.rollback:
             print(f"twofold: {self.rollback}", file=sys.stderr)
         self._proposer = None if self._engine is None else self._make_proposer(drafter)
@@ -122,12 +148,25 @@ class Llama(LoopingLlama):
             if self._logits_all:
                 self.scores = np.zeros((self._n_ctx, self._n_vocab), np.single)
 
-    def _make_base_panels(self) -> None:
-        """Decode a token, so that the base is rearranged for our kernels now and not in the first prompt."""
-        if self._engine is None or not self._engine.claiming or self.context_params.embeddings:
-            return
-        self._decoder.decode([max(self.token_bos(), 0)], 0, all_rows=False)
+    def _first_decode(self, gpu_layers: int, verbose: bool) -> Whereabouts | None:
+        """Decode a token: the base is rearranged for our kernels and devices are made ready now, not in a prompt.
+
+        Say where everything lies, and warn of what is on the CPU though all layers were to be on a device.
+        """
+        engine = self._engine
+        if engine is None or self.context_params.embeddings or not (engine.claiming or gpu_layers):
+            return None
+        with engine.survey() as seen:
+            self._decoder.decode([max(self.token_bos(), 0)], 0, all_rows=False)
         self._decoder.truncate(0)
+        whole, uses, staging = gpu_layers < 0, engine.device_uses(), self._stage_columns > 0
+        found = locate(seen, uses, self.memory["residual_bytes"], all_layers=whole, staging=staging)
+        if uses or gpu_backends():  # a build for CPUs is no surprise
+            for warning in found.warnings:
+                warnings.warn(warning, errors.PlacementWarning, stacklevel=3)
+        if verbose:
+            print(f"twofold: {found.line()}", file=sys.stderr)
+        return found
 
     @property
     def memory(self) -> dict[str, int]:

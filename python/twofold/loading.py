@@ -14,6 +14,8 @@ from twofold.engine import Engine
 from twofold.pairfile import open_pair
 
 _OURS = {"draft_tokens", "residual_bits", "residual_path", "claim", "preload"}
+STAGE_COLUMNS, STAGE_BYTES = 32, 64 << 20
+_OURS |= {"stage_columns", "stage_bytes", "rpc_servers"}
 
 
 def load_engine(
@@ -24,6 +26,7 @@ def load_engine(
     bits: int | None,
     claim: bool | None,
     preload: bool,
+    stage: tuple[int, int],
 ) -> Engine:
     """Open the pair, read the residual in if asked to, and make its engine.
 
@@ -33,6 +36,8 @@ def load_engine(
         if the residual is missing, damaged, of another version or of another base.
     UnsupportedError
         if the plugin is active in this process.
+    ArgumentError
+        if `stage`, columns and bytes (Engine.stage), is not allowed.
     """
     if Engine.plugin_active():
         raise errors.UnsupportedError(
@@ -41,6 +46,7 @@ def load_engine(
         )
     pair = open_pair(base, Path(residual) if residual else None)
     engine = Engine(pair.residual, arguments["n_threads_batch"] or physical_cores())
+    engine.stage(*stage)
     engine.claim(pair.has_base_kernels if claim is None else claim)
     lock = bool(arguments.get("use_mlock"))
     if preload or lock:

@@ -122,7 +122,7 @@ class LoopingLlama(BaseLlama):
                     stats.prompt_tokens += len(pending)
                     with stats.timed("prompt_s"):
                         self.eval(pending)
-                    meter.update()
+                    meter.update_prompt()
                     pending, drafted, checked = [], [], False
                 row = 0 if drafted else -1
                 for place in range(len(drafted) + 1):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import codecs
 import ctypes
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -19,9 +21,10 @@ from twofold import errors
 from twofold.decoder import BaseLlama, end_of_generation
 from twofold.llama import Llama
 from twofold.llama_log import LOG_ERROR, quiet_log
+from twofold.whereabouts import Whereabouts
 
 _TEMPLATE = "tokenizer.chat_template"
-Model = TypeVar("Model", bound=BaseLlama)
+Model = TypeVar("Model", bound=Llama)
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,8 @@ def load(path: str, **arguments: Any) -> Llama:
     return load_as(Llama, path, **arguments)
 
 
-def load_as(model: type[Model], path: str, **arguments: Any) -> Model:
-    """Load a model of a class, with llama_cpp's exceptions turned into ours.
+def load_as(model: type[Model], path: str, *, tell: bool = True, **arguments: Any) -> Model:
+    """Load a model of a class, with llama_cpp's exceptions turned into ours; `tell` where it lies (whereabouts.py).
 
     Raises
     ------
@@ -62,7 +65,12 @@ def load_as(model: type[Model], path: str, **arguments: Any) -> Model:
     _load_errors.clear()
     llama_cpp.llama_log_set(_hold_errors, None)  # llama_cpp sends what is shown meanwhile to /dev/null
     try:
-        return model(model_path=path, verbose=False, **arguments)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", errors.PlacementWarning)
+            made = model(model_path=path, verbose=False, **arguments)
+        if tell:
+            _tell_placement(made.whereabouts, [str(warning.message) for warning in caught])
+        return made
     except errors.TwofoldError:
         raise
     except (ValueError, RuntimeError) as error:  # llama_cpp's own exceptions
@@ -72,6 +80,14 @@ def load_as(model: type[Model], path: str, **arguments: Any) -> Model:
         ) from error
     finally:
         quiet_log()
+
+
+def _tell_placement(found: Whereabouts | None, caught: Sequence[str]) -> None:
+    """Say on standard error where everything lies, if there is more than RAM, and what should not be where it is."""
+    if found is not None and found.uses:
+        print(f"twofold: {found.line()}", file=sys.stderr)
+    for warning in caught:
+        print(f"twofold: warning: {warning}", file=sys.stderr)
 
 
 def has_template(llm: BaseLlama) -> bool:

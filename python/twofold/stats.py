@@ -10,11 +10,8 @@ from typing import Any
 
 from twofold.engine import Engine
 
-_COUNTED = {
-    "residual_bytes": "residual_bytes",
-    "to_device_bytes": "to_device_bytes",
-    "from_device_bytes": "from_device_bytes",
-}
+_CROSSING = ("to_device_bytes", "from_device_bytes")
+_COUNTED = ("residual_bytes", *_CROSSING, "staged_bytes")
 
 
 @dataclass
@@ -41,6 +38,8 @@ class Stats:
         seconds in llama.cpp and the engine: prompt, drafts, checks.
     counters
         bytes since the call began.
+    prompt_counters
+        the part of them that is the prompt's.
     """
 
     prompt_tokens: int = 0
@@ -55,6 +54,7 @@ class Stats:
     draft_s: float = 0.0
     verify_s: float = 0.0
     counters: dict[str, float] = field(default_factory=dict)
+    prompt_counters: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -111,8 +111,19 @@ class Stats:
             "prompt_s": self.prompt_s,
             "draft_s": self.draft_s,
             "verify_s": self.verify_s,
-            **{name: int(self.counters.get(key, 0)) for name, key in _COUNTED.items()},
+            **{name: int(self.counters.get(name, 0)) for name in _COUNTED},
+            **{f"{name}_a_check": self.crossed(name) / self.checks if self.checks else 0.0 for name in _CROSSING},
+            **{f"{name}_a_token": self.crossed(name) / self._later if self._later else 0.0 for name in _CROSSING},
         }
+
+    @property
+    def _later(self) -> int:
+        """Tokens after the prompt's own."""
+        return max(self.tokens - 1, 0)
+
+    def crossed(self, name: str) -> float:
+        """Return the bytes of a counter that are not the prompt's; drafts move none, so they are the checks'."""
+        return self.counters.get(name, 0) - self.prompt_counters.get(name, 0)
 
     @property
     def rate(self) -> float:
@@ -133,7 +144,17 @@ class Stats:
             f"{self.tokens} tokens, {self.rate:.1f} tok/s, {self.checks} checks, {self.tokens_per_check:.2f} tokens a "
             f"check (accepted {shares}); prompt {self.prompt_s:.2f} s, draft {self.draft_s:.2f} s, verify "
             f"{self.verify_s:.2f} s; residual read {self.counters.get('residual_bytes', 0) / 1e9:.2f} GB"
+            f"{self._device_part()}"
         )
+
+    def _device_part(self) -> str:
+        """Say what crossed to and from devices; nothing where there are none."""
+        to, back = (self.counters.get(name, 0) for name in _CROSSING)
+        if not (to or back):
+            return ""
+        a_check = [self.crossed(name) / max(self.checks, 1) / 1e6 for name in _CROSSING]
+        share = f"{a_check[0]:.2f} and {a_check[1]:.2f} MB a check"
+        return f"; to devices {to / 1e6:.1f} MB, from them {back / 1e6:.1f} MB ({share})"
 
 
 class Meter:
@@ -148,3 +169,10 @@ class Meter:
         """Write what has come since into the stats."""
         now = self._engine.counters() if self._engine else {}
         self._stats.counters = {key: value - self._before[key] for key, value in now.items()}
+
+    def update_prompt(self) -> None:
+        """Do the same after a prompt: what has come since the last update is its part."""
+        before, part = self._stats.counters, self._stats.prompt_counters
+        self.update()
+        for key, value in self._stats.counters.items():
+            part[key] = part.get(key, 0) + value - before.get(key, 0)

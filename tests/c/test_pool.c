@@ -53,6 +53,61 @@ static void test_jobs(int32_t threads) {
     tf_pool_free(pool);
 }
 
+/* The caller goes on and helps later; nobody is inside when finish() returns, and run() finishes what was started. */
+static void test_start(int32_t threads) {
+    tf_pool *pool;
+    CHECK(tf_pool_new(threads, &pool) == TF_OK);
+    tf_pool_finish(pool);
+    for (int i = 0; i < 500; i++) {
+        work *w = calloc(1, sizeof *w);
+        CHECK(w != NULL);
+        w->threads = threads;
+        tf_pool_start(pool, take, w);
+        take(w, 0, threads);
+        if (i % 2 == 0) {
+            tf_pool_finish(pool);
+        } else {
+            run_once(pool);
+        }
+        for (int k = 0; k < PIECES; k++) {
+            CHECK(atomic_load(&w->done[k]) == 1);
+        }
+        free(w);
+    }
+    tf_pool_free(pool);
+}
+
+static atomic_int inside;
+
+static void stay(void *argument, int32_t thread, int32_t threads) {
+    (void)argument;
+    (void)thread;
+    (void)threads;
+    atomic_store(&inside, 1);
+    usleep(5000);
+    atomic_store(&inside, 0);
+}
+
+static void look(void *argument, int32_t thread, int32_t threads) {
+    (void)argument;
+    (void)thread;
+    (void)threads;
+    CHECK(atomic_load(&inside) == 0);
+}
+
+/* A job waits for one that was started before. */
+static void test_one_at_a_time(void) {
+    tf_pool *pool;
+    CHECK(tf_pool_new(2, &pool) == TF_OK);
+    tf_pool_start(pool, stay, NULL);
+    for (int i = 0; i < 10000 && atomic_load(&inside) == 0; i++) {
+        usleep(100);
+    }
+    CHECK(atomic_load(&inside) == 1);
+    tf_pool_run(pool, look, NULL);
+    tf_pool_free(pool);
+}
+
 /* Waits, for a while, until every thread has come: one that sleeps must be woken up. */
 static void gather(void *argument, int32_t thread, int32_t threads) {
     atomic_int *here = argument;
@@ -101,7 +156,9 @@ int main(void) {
     for (int32_t threads = 1; threads <= MAX_THREADS; threads++) {
         test_jobs(threads);
         test_everybody_comes(threads);
+        test_start(threads);
     }
+    test_one_at_a_time();
     test_create_destroy();
     test_refused();
     return 0;

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from twofold import errors, prompting
+from twofold import device_arguments, errors, prompting
 from twofold.server import app
 
 
@@ -119,7 +119,7 @@ def _load(arguments: Namespace) -> Any:
         residual_path=arguments.residual,
         n_ctx=arguments.ctx,
         n_batch=arguments.batch,
-        n_gpu_layers=arguments.gpu_layers,
+        **device_arguments.options(arguments),
         **{name: value for name, value in optional.items() if value is not None},
     )
     llm.serve(arguments.max_length, app.chat_handler(llm))
