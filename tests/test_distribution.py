@@ -18,7 +18,7 @@ from sampling_test import FAULTS, PROMPT, SETTINGS, Drawn, bins, compare, draw, 
 
 SEEDS = range(1, 1001)
 LEAST_P = 1e-4
-FOUND = 1e-10
+FOUND = 1e-8
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from twofold.llama_log import LOG_ERROR, quiet_log
 from twofold.whereabouts import Whereabouts
 
 _TEMPLATE = "tokenizer.chat_template"
-Model = TypeVar("Model", bound=Llama)
+Model = TypeVar("Model", bound=BaseLlama)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def load_as(model: type[Model], path: str, *, tell: bool = True, **arguments: An
             warnings.simplefilter("always", errors.PlacementWarning)
             made = model(model_path=path, verbose=False, **arguments)
         if tell:
-            _tell_placement(made.whereabouts, [str(warning.message) for warning in caught])
+            _tell_placement(getattr(made, "whereabouts", None), [str(warning.message) for warning in caught])
         return made
     except errors.TwofoldError:
         raise
