@@ -20,6 +20,7 @@ from twofold.cli import main
 from twofold.decoder import ordinary_tokens
 from twofold.ordinary import OrdinaryLlama
 from twofold.pace import Auto
+from twofold.propose import Lookup
 from twofold.stats import Stats
 from twofold.strategies import Run, Strategy
 
@@ -137,23 +138,24 @@ def test_lookup_drafts_what_is_repeated(ordinary: OrdinaryLlama, monkeypatch: Pa
 
 def test_pair_strategies(llm: twofold.Llama) -> None:
     ways = list(strategies.of_pair(llm, "p.base.gguf", [8, 4], [2, 5], GREEDY))
-    names = ["r8 plain", "r8 k=2", "r8 k=5", "r8 auto", "r4 plain", "r4 k=2", "r4 k=5", "r4 auto"]
-    assert [way.name for way in ways] == names
-    assert [way.plain for way in ways] == [None, *["r8 plain"] * 3, None, *["r4 plain"] * 3]
+    kinds = ["plain", "k=2", "k=5", "auto", "auto+ngram"]
+    assert [way.name for way in ways] == [f"r{bits} {kind}" for bits in (8, 4) for kind in kinds]
+    assert [way.plain for way in ways] == [None, *["r8 plain"] * 4, None, *["r4 plain"] * 4]
     tokens, seen = llm.tokenize(PROMPT), []
     for way in ways:
         run = way.run(tokens, COUNT, 1)
-        seen.append((run.tokens, llm.residual_bits, len(llm._stats.drafted_by_position)))
-    assert [bits for _, bits, _ in seen] == [8] * 4 + [4] * 4
-    assert [drafted for _, _, drafted in (*seen[:3], *seen[4:7])] == [0, 2, 5, 0, 2, 5]
-    assert [text for text, *_ in seen[:4]] == [seen[0][0]] * 4
-    assert [text for text, *_ in seen[4:]] == [seen[4][0]] * 4
-    assert seen[0][0] != seen[4][0]
+        seen.append((run.tokens, llm.residual_bits, len(llm._stats.drafted_by_position), llm._proposer))
+    assert [bits for _, bits, *_ in seen] == [8] * 5 + [4] * 5
+    assert [drafted for _, _, drafted, _ in (*seen[:3], *seen[5:8])] == [0, 2, 5, 0, 2, 5]
+    assert [isinstance(proposer, Lookup) for *_, proposer in seen] == [False, False, False, False, True] * 2
+    assert [text for text, *_ in seen[:5]] == [seen[0][0]] * 5
+    assert [text for text, *_ in seen[5:]] == [seen[5][0]] * 5
+    assert seen[0][0] != seen[5][0]
     llm.residual_bits = 8
 
 
 def test_auto_goes_on_learning(llm: twofold.Llama) -> None:
-    auto = list(strategies.of_pair(llm, "p.base.gguf", [8], [3], GREEDY))[-1]
+    auto = list(strategies.of_pair(llm, "p.base.gguf", [8], [3], GREEDY))[-2]
     tokens = llm.tokenize(PROMPT)
     auto.run(tokens, 12, 1)
     pace = llm._pace
@@ -169,7 +171,7 @@ def test_auto_goes_on_learning(llm: twofold.Llama) -> None:
 def test_sampled_texts_are_the_same_for_a_seed(llm: twofold.Llama) -> None:
     hot = benchplan.Settings(Path("p"), temp=1.5).sampling
     assert hot == {"temp": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    plainly, drafting, _ = strategies.of_pair(llm, "p.base.gguf", [8], [3], hot)
+    plainly, drafting, *_ = strategies.of_pair(llm, "p.base.gguf", [8], [3], hot)
     tokens = llm.tokenize(PROMPT)
     texts = [plainly.run(tokens, COUNT, seed).tokens for seed in (1, 2)]
     assert [drafting.run(tokens, COUNT, seed).tokens for seed in (1, 2)] == texts
@@ -397,19 +399,19 @@ def test_command(capsys: Capture, tiny_pair: Path, tiny_llama: Path, tmp_path: P
     out, err = capsys.readouterr()
     assert err.startswith("twofold: about ")
     found = json.loads((tmp_path / "b.json").read_text())
-    names = ["r8 plain", "r8 k=2", "r8 auto", "r4 plain", "r4 k=2", "r4 auto"]
+    names = ["r8 plain", "r8 k=2", "r8 auto", "r8 auto+ngram", "r4 plain", "r4 k=2", "r4 auto", "r4 auto+ngram"]
     names += ["llama plain", "llama lookup 3", "llama + llama.base k=2"]
     rows = [row for row in found["rows"] if row["kind"] == "all"]
     assert [row["strategy"] for row in rows] == names
-    assert [line.split("  ")[0] for line in out.splitlines()[3:12]] == names
+    assert [line.split("  ")[0] for line in out.splitlines()[3:14]] == names
     assert {row["prompts"] for row in rows} == {3}
     assert {row["kind"] for row in found["rows"]} == {"all", "code", "chat", "maths"}
-    assert len(found["runs"]) == 9 * 3 * 2
+    assert len(found["runs"]) == 11 * 3 * 2
     for row in rows:
         assert 0 < row["tok_s_q1"] <= row["tok_s"] <= row["tok_s_q3"]
         assert 0 < row["check_share"] <= row["draft_share"] + row["check_share"] <= 1
     assert rows[0]["ratio"] == rows[0]["ratio_q3"] == 1.0
-    assert [row["diverged"] for row in rows] == [None, 0, 0, None, 0, 0, None, 0, 0]
+    assert [row["diverged"] for row in rows] == [None, 0, 0, 0, None, 0, 0, 0, None, 0, 0]
     assert rows[0]["tokens_per_check"] == 1.0 < rows[1]["tokens_per_check"] <= 3
     about = found["metadata"]
     assert (about["threads"], about["seed"], about["repeat"], about["claiming"]) == (1, 1, 2, True)

@@ -39,7 +39,7 @@ def measure(plan: Plan, *, progress: bool = False) -> dict[str, Any]:
     with ExitStack() as stack:
         ways = list(_strategies(plan, stack))
         for way in ways:
-            if way.draft != "auto":  # it would learn from what is still cold
+            if way.draft not in ("auto", "auto+ngram"):  # they would learn from what is still cold
                 way.run(plan.tokens[_file(plan, way)][0][:_WARM_UP], _WARM_UP, plan.settings.seed)
         about = [{**way.about(), "compared": way.plain is not None} for way in ways]
         total = len(ways) * len(plan.asked) * plan.settings.repeat

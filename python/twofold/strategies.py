@@ -15,6 +15,7 @@ from twofold.llama import Llama
 from twofold.loop import MAX_DRAFT
 from twofold.ordinary import OrdinaryLlama
 from twofold.pace import Auto, Fixed, Pace
+from twofold.propose import Lookup, Proposer
 from twofold.rollback import Cells
 from twofold.stats import Stats
 
@@ -53,7 +54,7 @@ class Strategy:
     Attributes
     ----------
     name, model, draft
-        as it is called; the model's name; tokens drafted, ``"auto"``, or what else drafts.
+        as it is called; the model's name; tokens drafted, ``"auto"``, ``"auto+ngram"``, or what else drafts.
     bits
         of the residual; None for an ordinary GGUF.
     plain
@@ -89,20 +90,24 @@ class Strategy:
 def of_pair(
     llm: Llama, model: str, bits: Sequence[int], drafts: Sequence[int], sampling: Sampling
 ) -> Iterator[Strategy]:
-    """Yield, for all bits: plain decoding with the full model, each number of drafts, and ``auto``."""
+    """Yield, for all bits: plain decoding, each number of drafts, ``auto`` without and with n-grams."""
     for own in bits:
         plain = f"r{own} plain"
 
-        def strategy(name: str, draft: int | Literal["auto"], same: str | None, own: int = own) -> Strategy:
-            # A pace of its own for each, which goes on learning from prompt to prompt.
-            pace: Pace = Auto(MAX_DRAFT) if draft == "auto" else Fixed(draft)
+        def strategy(
+            name: str, draft: int | Literal["auto", "auto+ngram"], same: str | None, own: int = own
+        ) -> Strategy:
+            # A pace and a proposer of its own for each, which go on learning from prompt to prompt.
+            pace: Pace = Fixed(draft) if isinstance(draft, int) else Auto(MAX_DRAFT)
+            proposer = Lookup() if draft == "auto+ngram" else None
             return Strategy(
-                name, model, draft, own, same, llm, lambda *text: _run_pair(llm, own, pace, sampling, *text)
+                name, model, draft, own, same, llm, lambda *text: _run_pair(llm, own, pace, proposer, sampling, *text)
             )
 
         yield strategy(plain, 0, None)
         yield from (strategy(f"r{own} k={k}", k, plain) for k in drafts)
         yield strategy(f"r{own} auto", "auto", plain)
+        yield strategy(f"r{own} auto+ngram", "auto+ngram", plain)
 
 
 def of_ordinary(llm: OrdinaryLlama, model: str, lookups: Sequence[int], sampling: Sampling) -> Iterator[Strategy]:
@@ -168,9 +173,18 @@ def _take(
     return made, end - start
 
 
-def _run_pair(llm: Llama, bits: int, pace: Pace, sampling: Sampling, prompt: Tokens, count: int, seed: int) -> Run:
+def _run_pair(
+    llm: Llama,
+    bits: int,
+    pace: Pace,
+    proposer: Proposer | None,
+    sampling: Sampling,
+    prompt: Tokens,
+    count: int,
+    seed: int,
+) -> Run:
     llm.residual_bits = bits
-    llm._pace = pace
+    llm._pace, llm._proposer = pace, proposer
     llm.set_seed(seed)
     llm.reset()
     generator = llm.generate(prompt, **sampling)  # type: ignore[arg-type]
