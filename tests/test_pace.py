@@ -71,6 +71,21 @@ def test_confidence_beats_every_fixed_length() -> None:
     assert rate(Auto(LONGEST), 0.01, lambda width: 0.032, mixed) > 1.05 * max(fixed)
 
 
+@pytest.mark.parametrize("text", [mixed, certain])
+def test_checks_that_get_steep_are_not_overrun(text: Text) -> None:
+    """Flat to four tokens, steep beyond: within 3 % of the best fixed length, and no line through all would be."""
+
+    def check_s(width: int) -> float:
+        return 0.032 + 0.002 * min(width, 4) + 0.03 * max(width - 4, 0)
+
+    fixed = [rate(Fixed(k), 0.01, check_s, text) for k in range(LONGEST + 1)]
+    pace = Auto(LONGEST)
+    assert rate(pace, 0.01, check_s, text) > 0.97 * max(fixed)
+    near, far = pace.checks.slopes(np.array([2.5, 6.5]))
+    assert near < 0.012
+    assert far > 0.02
+
+
 def test_costs_are_learned() -> None:
     """The seconds of drafts and checks, and what one more token adds to a check."""
     pace = Auto(LONGEST)

@@ -22,6 +22,7 @@ _PRIOR_WEIGHT = 1.0  # draft tokens that each share of the prior counts for
 _MEMORY = 0.99  # what a later draft token leaves of an earlier one's weight
 _SMOOTH = 0.1  # share of the latest in running means of seconds
 _FIRST_REST, _LONGEST_REST = 16, 128  # plain rounds before drafting is tried again
+_NEAR, _FAR = 1.5, 1e-6  # tokens within which lengths tell of each other's costs; weight of all others
 _REFRESH = 256  # rounds after which plain decoding is measured again
 
 
@@ -99,6 +100,18 @@ class Costs:
         slope = min(max(float((weight * away) @ mean) / spread, 0.0), float(height / middle))
         return float(height - slope * middle), slope
 
+    def slopes(self, places: np.ndarray) -> np.ndarray:
+        """Return seconds for one token more at each place, of lines through what was measured near it.
+
+        A check is flat as long as memory binds, and steep where arithmetic does.
+        """
+        found = np.flatnonzero(self._weight)
+        if len(found) < 2:
+            return np.full(len(places), self.line()[1] if len(found) else 0.0)
+        near = self._weight[found] * np.exp(-(((found - places[:, None]) / _NEAR) ** 2)) + _FAR
+        away = found - ((near @ found) / near.sum(axis=1))[:, None]
+        return np.asarray(np.maximum((near * away) @ self._mean[found] / (near * away**2).sum(axis=1), 0.0))
+
 
 class Auto:
     """As many as pay, none if none pays.
@@ -116,6 +129,7 @@ class Auto:
         self._kept = _PRIOR * _PRIOR_WEIGHT
         self.drafts, self.checks = Costs(longest + 1), Costs(longest + 2)
         self._longest = longest
+        self._between = np.arange(longest + 1) + 1.5  # a check of so many drafts has one token more
         self._tokens, self._seconds = 0.0, 0.0  # of late, for the rate
         self._bins: list[int] = []
         self._path = 1.0
@@ -124,7 +138,8 @@ class Auto:
         self._seconds_of_round = 0.0
         # What follows from the above, once a round, since questions come with every token.
         self._ahead = 0.0  # probability that a draft token is kept if those before it are, whatever its confidence
-        self._begin_s, self._another_s = 0.0, 0.0  # a draft costs; one more token costs, in the draft and in the check
+        self._begin_s = 0.0  # what a draft costs before its first token
+        self._another_s = np.zeros(longest + 1)  # what one more token costs in draft and check, after so many
         self._worth = 0.0  # tokens a second that its time would make otherwise
 
     @property
@@ -157,13 +172,14 @@ class Auto:
         self._path *= float(self._kept[found] / self._tries[found])
         if not self.drafts.known:
             return True
-        return self._path * self._ahead > self._worth * self._another_s
+        another_s = float(self._another_s[min(len(self._bins), self._longest)])
+        return self._path * self._ahead > self._worth * another_s
 
     def _some_length_pays(self) -> bool:
         """Whether a draft of any length is worth its time at the rate of plain decoding, which it would give up."""
         lengths = np.arange(1, self._longest + 1)
         gained = np.cumsum(self._ahead**lengths)
-        spent = self._begin_s + lengths * self._another_s
+        spent = self._begin_s + np.cumsum(self._another_s[:-1])
         return bool((gained > self._plain_rate() * spent).any())
 
     def _plain_rate(self) -> float:
@@ -182,7 +198,7 @@ class Auto:
             self.drafts.add(drafted, draft_s)
         self.checks.add(drafted + 1, check_s)
         self._begin_s, draft_slope = self.drafts.line()
-        self._another_s = draft_slope + self.checks.line()[1]
+        self._another_s = draft_slope + self.checks.slopes(self._between)
         self._worth = self._rate()
         self._ahead = float(self._kept.sum() / self._tries.sum())
 
