@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Predict a pair's tokens a second on this machine's CPU with the plan's cost model, measure them, print the errors.
 
-Plain decoding and drafts of 2, 3, 4 and 6 tokens. "pred" uses acceptance from the package's curves, "pred P" the tokens
-per check that were measured here, so that it shows the error of the times alone. It takes all cores that it may use
-(taskset restricts them).
+Plain decoding and drafts of 2, 4 and 8 tokens, at each number of residual bits. "pred" uses acceptance from the
+package's curves, "pred P" the tokens per check that were measured here, so that it shows the error of the times alone.
+It takes all cores that it may use (taskset restricts them).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from twofold.pairfile import Pair, open_pair
 from twofold.prompts import prompts as packaged_prompts
 from twofold.shapes import Matrix
 
-DRAFTS = (0, 2, 3, 4, 6)
+DRAFTS = (0, 2, 4, 8)
 CONTEXT = 64
 
 
@@ -83,7 +83,9 @@ def decodes(llm: twofold.Llama, repeats: int) -> tuple[float, dict[int, float]]:
             decoder.truncate(CONTEXT)
         return float(np.median(seconds))
 
-    draft = median(lambda: speculate.draft(decoder, text[CONTEXT], CONTEXT, 6, speculate.Drafting(Fixed(6)))) / 6
+    longest = max(DRAFTS)
+    how = speculate.Drafting(Fixed(longest))
+    draft = median(lambda: speculate.draft(decoder, text[CONTEXT], CONTEXT, longest, how)) / longest
     checks = {
         k: median(lambda k=k: decoder.decode(text[CONTEXT : CONTEXT + k + 1], CONTEXT, all_rows=True)) for k in DRAFTS
     }
@@ -91,7 +93,7 @@ def decodes(llm: twofold.Llama, repeats: int) -> tuple[float, dict[int, float]]:
 
 
 def rows(
-    setting: placement.Setting, placed: placement.Placed, measured: dict[int, dict[str, float]], timed: Any
+    setting: placement.Setting, placed: placement.Placed, bits: int, measured: dict[int, dict[str, float]], timed: Any
 ) -> list[dict[str, Any]]:
     """Return one row for each number of drafts."""
     load: Load = placed.load
@@ -104,6 +106,7 @@ def rows(
         by_checks = measured[k]["tokens_per_check"] / (k * draft + check)
         found.append(
             {
+                "residual": f"r{bits}",
                 "k": k,
                 "draft ms": round(draft * 1e3, 2),
                 "measured draft": round(timed[0] * 1e3, 2),
@@ -125,8 +128,8 @@ def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", type=Path, help="NAME.base.gguf")
-    parser.add_argument("--residual-bits", type=int, choices=(4, 6, 8), help="default: all in the file")
-    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--residual-bits", type=int, nargs="+", choices=(4, 6, 8), help="default: all in the file")
+    parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("-n", "--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--json", type=Path)
@@ -137,13 +140,15 @@ def main() -> None:
     base = FileBase(
         "auto", types={tensor.name: tensor.kind for tensor in pair.tensors if tensor.name in pair.completed}
     )
-    placed = placement.twofold(setting, base, args.residual_bits or pair.residual.bits)
     prompts = [prompt["prompt"] for prompt in packaged_prompts(args.prompts)]
-    llm = twofold.Llama(
-        args.base, n_ctx=1024, n_gpu_layers=0, residual_bits=args.residual_bits, drafter=None, verbose=False
-    )
-    timed = decodes(llm, args.repeats)
-    table = rows(setting, placed, measure(llm, prompts, args.tokens), timed)
+    llm = twofold.Llama(args.base, n_ctx=1024, n_gpu_layers=0, drafter=None, verbose=False)
+    table = []
+    for bits in args.residual_bits or [pair.residual.bits]:
+        llm.residual_bits = bits
+        placed = placement.twofold(setting, base, bits)
+        llm.reset()
+        timed = decodes(llm, args.repeats)
+        table += rows(setting, placed, bits, measure(llm, prompts, args.tokens), timed)
     here = setting.machine
     print(f"{args.base.name}: base {placed.split_bits:.2f} bits, RAM at {here.ram_bandwidth / 1e9:.1f} GB/s")
     print(report.table(table))

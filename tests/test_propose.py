@@ -12,10 +12,15 @@ import twofold
 from twofold import errors
 from twofold.decoder import Decoder
 from twofold.engine import Engine
-from twofold.propose import MOST, Lookup, Model
+from twofold.propose import Lookup, Model, Worth
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47, 48, 49] * 3
 SETTINGS: dict[str, Any] = {"n_ctx": 512, "verbose": False, "draft_tokens": 6}
+
+
+def upto(most: int) -> Worth:
+    """So many guesses, whatever their chance."""
+    return lambda chance: most
 
 
 def generate(llm: twofold.Llama, count: int = 60) -> list[int]:
@@ -29,27 +34,27 @@ def generate(llm: twofold.Llama, count: int = 60) -> list[int]:
 
 def test_what_followed_the_latest_occurrence() -> None:
     text = [1, 2, 3, 4, 5, 9, 1, 2, 3, 4, 6, 7, 8, 1, 2, 3, 4]
-    assert Lookup().propose(text, [], 3) == [6, 7, 8]
-    assert Lookup().propose(text, [], 1) == [6]
-    assert Lookup().propose(text[:-1], [4, 6], 2) == [7, 8]  # drafted tokens count as text
-    assert Lookup().propose(text, [99], 3) == []
-    assert Lookup().propose([1, 2], [], 3) == []
-    assert Lookup().propose(text, [], 0) == []
-    assert len(Lookup().propose(list(range(100)) * 2, [], 50)) == MOST
+    assert Lookup().propose(text, [], upto(3)) == [6, 7, 8]
+    assert Lookup().propose(text, [], upto(1)) == [6]
+    assert Lookup().propose(text[:-1], [4, 6], upto(2)) == [7, 8]  # drafted tokens count as text
+    assert Lookup().propose(text, [99], upto(3)) == []
+    assert Lookup().propose([1, 2], [], upto(3)) == []
+    assert Lookup().propose(text, [], upto(0)) == []
+    assert len(Lookup().propose(list(range(100)) * 2, [], upto(50))) == 50
 
 
 def test_the_longest_match_wins() -> None:
-    assert Lookup().propose([1, 2, 3, 4, 5, 0, 3, 4, 6, 0, 1, 2, 3, 4], [], 1) == [5]
+    assert Lookup().propose([1, 2, 3, 4, 5, 0, 3, 4, 6, 0, 1, 2, 3, 4], [], upto(1)) == [5]
 
 
 def test_text_that_grows_and_text_that_changes() -> None:
     lookup = Lookup()
     text = np.array([7, 8, 9, 5, 7, 8, 9], np.intc)
     for end in range(1, len(text) + 1):
-        found = lookup.propose(text[:end], [], 2)
+        found = lookup.propose(text[:end], [], upto(2))
     assert found == [5, 7]
-    assert lookup.propose(np.array([7, 8, 9, 6, 7, 8, 9], np.intc), [], 1) == [6]
-    assert lookup.propose(np.array([7, 8], np.intc), [], 1) == []
+    assert lookup.propose(np.array([7, 8, 9, 6, 7, 8, 9], np.intc), [], upto(1)) == [6]
+    assert lookup.propose(np.array([7, 8], np.intc), [], upto(1)) == []
 
 
 def test_useless_lengths_rest_and_come_back() -> None:
@@ -57,11 +62,26 @@ def test_useless_lengths_rest_and_come_back() -> None:
     lookup, text = Lookup(), [1, 2, 3, 4, 5, 1, 2, 3, 4]
     asked = []
     for _ in range(200):
-        guesses = lookup.propose(text, [], 1)
+        guesses = lookup.propose(text, [], lambda chance: int(chance > 0.4))
         asked.append(bool(guesses))
         lookup.outcome(len(guesses), 0)
     assert asked[:5] == [True] * 5
     assert 0 < sum(asked[100:]) < 40
+
+
+def test_the_chance_of_a_guess() -> None:
+    """Each guess counts whose predecessors were right; the last of three is half of the time not."""
+    lookup, text, chances = Lookup(), [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4], list[float]()
+
+    def worth(chance: float) -> int:
+        chances.append(chance)
+        return 3
+
+    for turn in range(400):
+        assert lookup.propose(text, [], worth) == [5, 6, 7]
+        lookup.outcome(3, 3 - turn % 2)
+    assert chances[0] == 1.0
+    assert np.mean(chances[100:]) == pytest.approx(5 / 6, abs=0.03)
 
 
 # ---- in the loop -------------------------------------------------------------------------------------
@@ -95,9 +115,9 @@ class Scripted:
     def __init__(self, guesses: list[int]) -> None:
         self.guesses, self.outcomes = guesses, list[tuple[int, int]]()
 
-    def propose(self, text: Any, drafted: Any, most: int) -> list[int]:
+    def propose(self, text: Any, drafted: Any, worth: Worth) -> list[int]:
         """Return the guesses."""
-        return self.guesses[:most]
+        return self.guesses[: worth(1.0)]
 
     def outcome(self, proposed: int, right: int) -> None:
         """Write it down."""
@@ -129,7 +149,7 @@ def test_a_models_guesses_are_its_greedy_text(tiny_llama: Path) -> None:
     for text, drafted in ((PROMPT, []), (PROMPT, [40]), (PROMPT[:7], []), ([50, *PROMPT], [1, 2]), (PROMPT[:7], [])):
         fresh = Model(str(tiny_llama), n_ctx=256)
         expected = [int(t) for t, _ in zip(_greedy(fresh, [*text, *drafted]), range(4), strict=False)]
-        assert model.propose(text, drafted, 4) == expected
+        assert model.propose(text, drafted, upto(4)) == expected
         fresh.close()
     model.close()
 

@@ -126,9 +126,9 @@ def test_guesses_of_repeated_text(llm: twofold.Llama) -> None:
     class Parrot:
         """Guesses the text, with a mistake after two tokens."""
 
-        def propose(self, text: Any, drafted: Any, most: int) -> list[int]:
+        def propose(self, text: Any, drafted: Any, worth: Any) -> list[int]:
             at = len(text) + len(drafted) - len(prompt)
-            return [*plain[at : at + 2], 7, 7][: max(most, 0)]
+            return [*plain[at : at + 2], 7, 7][: worth(1.0)]
 
         def outcome(self, proposed: int, right: int) -> None:
             guessed.append((proposed, right))

@@ -16,13 +16,14 @@ from typing import Protocol
 
 import numpy as np
 
+from twofold.costs import Costs, DraftCosts
+
 _EDGES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.92, 0.96, 0.99)  # of confidence
 _PRIOR = np.array([0.1, 0.3, 0.5, 0.65, 0.75, 0.85, 0.9, 0.95, 0.98])  # acceptance in between, at first
 _PRIOR_WEIGHT = 1.0  # draft tokens that each share of the prior counts for
 _MEMORY = 0.99  # what a later draft token leaves of an earlier one's weight
 _SMOOTH = 0.1  # share of the latest in running means of seconds
 _FIRST_REST, _LONGEST_REST = 16, 128  # plain rounds before drafting is tried again
-_NEAR, _FAR = 1.5, 1e-6  # tokens within which lengths tell of each other's costs; weight of all others
 _REFRESH = 256  # rounds after which plain decoding is measured again
 
 
@@ -32,8 +33,17 @@ class Pace(Protocol):
     def begin(self, most: int) -> int:
         """Return how many tokens this round may draft, at most `most`."""
 
-    def goes_on(self, confidence: Callable[[], float]) -> bool:
-        """Whether to draft another after a token of this probability (asked for only if it matters)."""
+    def guesses(self, chance: float, most: int) -> int:
+        """Return how many guesses the base should check at once, if each is right so probably; at most `most`."""
+
+    def step(self, guesses: int, seconds: float, *, again: bool) -> None:
+        """Take the seconds of a step of the draft, with so many guesses; `again` after one with just as many."""
+
+    def goes_on(self, confidence: Callable[[], float], *, made: bool) -> bool:
+        """Whether to draft another after a token of this probability (asked for only if it matters).
+
+        `made`: it has been drafted already, with the same guesses, and costs only its place in the check.
+        """
 
     def end(self, drafted: int, draft_s: float, check_s: float) -> None:
         """Take the seconds of the round that was drafted and checked."""
@@ -52,7 +62,14 @@ class Fixed:
         """Return the number, or `most`."""
         return min(self._length, most)
 
-    def goes_on(self, confidence: Callable[[], float]) -> bool:
+    def guesses(self, chance: float, most: int) -> int:
+        """Return `most`."""
+        return most
+
+    def step(self, guesses: int, seconds: float, *, again: bool) -> None:
+        """Nothing to learn."""
+
+    def goes_on(self, confidence: Callable[[], float], *, made: bool) -> bool:
         """Go on."""
         return True
 
@@ -63,56 +80,6 @@ class Fixed:
         """Nothing to learn."""
 
 
-class Costs:
-    """Running means of seconds, by number of tokens."""
-
-    def __init__(self, longest: int) -> None:
-        self._mean = np.zeros(longest + 1)
-        self._weight = np.zeros(longest + 1)  # of measurements
-
-    @property
-    def known(self) -> bool:
-        """Whether anything was measured."""
-        return bool(self._weight.any())
-
-    def add(self, tokens: int, seconds: float) -> None:
-        """Take a measurement; one stall of a busy machine counts at most as twice the mean."""
-        weight = self._weight[tokens] = min(self._weight[tokens] + 1.0, 1.0 / _SMOOTH)
-        most = 2.0 * self._mean[tokens] if weight > 1.0 else seconds
-        self._mean[tokens] += (min(seconds, most) - self._mean[tokens]) / weight
-
-    def narrowest(self) -> float:
-        """Return the seconds for the fewest tokens that were measured, 0 before that."""
-        found = np.flatnonzero(self._weight)
-        return float(self._mean[found[0]]) if len(found) else 0.0
-
-    def line(self) -> tuple[float, float]:
-        """Return seconds at no tokens and for each token, of a line through all numbers, since each is noisy."""
-        found = np.flatnonzero(self._weight)
-        if not len(found):
-            return 0.0, 0.0
-        weight, mean = self._weight[found], self._mean[found]
-        middle, height = np.average(found, weights=weight), np.average(mean, weights=weight)
-        away = found - middle
-        spread = float((weight * away) @ away)
-        if spread == 0.0:
-            return 0.0, float(height / middle)
-        slope = min(max(float((weight * away) @ mean) / spread, 0.0), float(height / middle))
-        return float(height - slope * middle), slope
-
-    def slopes(self, places: np.ndarray) -> np.ndarray:
-        """Return seconds for one token more at each place, of lines through what was measured near it.
-
-        A check is flat as long as memory binds, and steep where arithmetic does.
-        """
-        found = np.flatnonzero(self._weight)
-        if len(found) < 2:
-            return np.full(len(places), self.line()[1] if len(found) else 0.0)
-        near = self._weight[found] * np.exp(-(((found - places[:, None]) / _NEAR) ** 2)) + _FAR
-        away = found - ((near @ found) / near.sum(axis=1))[:, None]
-        return np.asarray(np.maximum((near * away) @ self._mean[found] / (near * away**2).sum(axis=1), 0.0))
-
-
 class Auto:
     """As many as pay, none if none pays.
 
@@ -121,13 +88,13 @@ class Auto:
     acceptance
         by bin of confidence: probability that a draft token is kept, if those before it are.
     drafts, checks
-        seconds of drafts and of checks by their number of tokens.
+        seconds of a draft's steps, and of checks by their number of tokens.
     """
 
     def __init__(self, longest: int) -> None:
         self._tries = np.full(len(_PRIOR), _PRIOR_WEIGHT)
         self._kept = _PRIOR * _PRIOR_WEIGHT
-        self.drafts, self.checks = Costs(longest + 1), Costs(longest + 2)
+        self.drafts, self.checks = DraftCosts(longest), Costs(longest + 2)
         self._longest = longest
         self._between = np.arange(longest + 1) + 1.5  # a check of so many drafts has one token more
         self._tokens, self._seconds = 0.0, 0.0  # of late, for the rate
@@ -136,10 +103,12 @@ class Auto:
         self._round = 0
         self._rest, self._resting = _FIRST_REST, 0
         self._seconds_of_round = 0.0
+        self._seconds_of_steps = 0.0
         # What follows from the above, once a round, since questions come with every token.
         self._ahead = 0.0  # probability that a draft token is kept if those before it are, whatever its confidence
         self._begin_s = 0.0  # what a draft costs before its first token
-        self._another_s = np.zeros(longest + 1)  # what one more token costs in draft and check, after so many
+        self._token_s = 0.0  # what a draft token costs
+        self._column_s = np.zeros(longest + 1)  # what one more token costs in the check, after so many
         self._worth = 0.0  # tokens a second that its time would make otherwise
 
     @property
@@ -149,7 +118,7 @@ class Auto:
 
     def begin(self, most: int) -> int:
         """Return `most` if drafting pays at all, else 0."""
-        self._bins, self._path = [], 1.0
+        self._bins, self._path, self._seconds_of_steps = [], 1.0, 0.0
         self._round += 1
         if self._round % _REFRESH == 2:  # the first round is cold
             return 0
@@ -165,21 +134,30 @@ class Auto:
         self._rest = _FIRST_REST
         return most
 
-    def goes_on(self, confidence: Callable[[], float]) -> bool:
+    def guesses(self, chance: float, most: int) -> int:
+        """Return as many as save most time, none if none saves any."""
+        return self.drafts.best_guesses(chance, most)
+
+    def step(self, guesses: int, seconds: float, *, again: bool) -> None:
+        """Take the seconds of a step."""
+        self._seconds_of_steps += seconds
+        self.drafts.add(guesses, seconds, again=again)
+
+    def goes_on(self, confidence: Callable[[], float], *, made: bool) -> bool:
         """Whether the next draft token is worth its time, after one of this confidence."""
         found = bisect_left(_EDGES, confidence())
         self._bins.append(found)
         self._path *= float(self._kept[found] / self._tries[found])
-        if not self.drafts.known:
+        if not self._token_s:
             return True
-        another_s = float(self._another_s[min(len(self._bins), self._longest)])
+        another_s = float(self._column_s[min(len(self._bins), self._longest)]) + self._token_s * (not made)
         return self._path * self._ahead > self._worth * another_s
 
     def _some_length_pays(self) -> bool:
         """Whether a draft of any length is worth its time at the rate of plain decoding, which it would give up."""
         lengths = np.arange(1, self._longest + 1)
         gained = np.cumsum(self._ahead**lengths)
-        spent = self._begin_s + np.cumsum(self._another_s[:-1])
+        spent = self._begin_s + np.cumsum(self._token_s + self._column_s[:-1])
         return bool((gained > self._plain_rate() * spent).any())
 
     def _plain_rate(self) -> float:
@@ -195,10 +173,10 @@ class Auto:
         """Take the seconds of a round."""
         self._seconds_of_round = draft_s + check_s
         if drafted:
-            self.drafts.add(drafted, draft_s)
+            self.drafts.add_around(max(draft_s - self._seconds_of_steps, 0.0))
         self.checks.add(drafted + 1, check_s)
-        self._begin_s, draft_slope = self.drafts.line()
-        self._another_s = draft_slope + self.checks.slopes(self._between)
+        self._begin_s, self._token_s = self.drafts.begin(), self.drafts.token()
+        self._column_s = self.checks.slopes(self._between)
         self._worth = self._rate()
         self._ahead = float(self._kept.sum() / self._tries.sum())
 

@@ -6,39 +6,59 @@ drafted, and so are its own token after them. The full model checks the draft as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 from twofold.decoder import BaseLlama, Decoder
 
 NGRAM = "ngram"
 MATCHES = (4, 3, 2)  # lengths of repeated text that are looked for, the longest first
 MOST = 8  # guesses at once: what a CPU checks in one block of columns
-_USEFUL = 0.4  # share of first guesses that must have been right lately
-_SMOOTH = 0.15
-_FORGIVE = 0.004  # a time that a length is left alone
+_SMOOTH = 0.15  # share of the latest guess in a running chance
+_FORGIVE = 0.004  # added to a chance each time that it was too small
+
+Worth: TypeAlias = Callable[[float], int]  # guesses that pay, by the chance of each
 
 
 class Proposer(Protocol):
     """Guesses how a text goes on."""
 
-    def propose(self, text: Sequence[int], drafted: Sequence[int], most: int) -> list[int]:
-        """Return at most `most` tokens that may follow `text` and `drafted`; none is always right."""
+    def propose(self, text: Sequence[int], drafted: Sequence[int], worth: Worth) -> list[int]:
+        """Return tokens that may follow `text` and `drafted`, at most as many as pay; none is always right."""
 
     def outcome(self, proposed: int, right: int) -> None:
         """Take how many of the last guesses the base agreed with."""
 
 
+class _Chance:
+    """The chance that a guess is right if those before it are, at first 1."""
+
+    def __init__(self) -> None:
+        self._value = 1.0
+
+    def worth(self, worth: Worth) -> int:
+        """Return how many guesses pay; a chance too small for any grows, so that it is tried again some time."""
+        count = worth(self._value)
+        if not count:
+            self._value = min(self._value + _FORGIVE, 1.0)
+        return count
+
+    def learn(self, proposed: int, right: int) -> None:
+        """Take how many of so many guesses were right."""
+        for place in range(min(right + 1, proposed)):
+            self._value += _SMOOTH * (float(place < right) - self._value)
+
+
 class Lookup:
     """Where the last tokens have occurred before, what followed them then (Saxena 2023, prompt lookup decoding).
 
-    Lengths of repetition whose guesses are mostly wrong are left alone for a while.
+    The chance that a guess is right is kept by the length of the repetition.
     """
 
     def __init__(self) -> None:
         self._text: list[int] = []
         self._ends: dict[tuple[int, ...], int] = {}  # end of the latest occurrence
-        self._useful = dict.fromkeys(MATCHES, 1.0)
+        self._chances = {length: _Chance() for length in MATCHES}
         self._match = 0
 
     def _follow(self, text: Sequence[int]) -> None:
@@ -53,25 +73,19 @@ class Lookup:
                 if end >= length:
                     self._ends[tuple(self._text[end - length : end])] = end
 
-    def propose(self, text: Sequence[int], drafted: Sequence[int], most: int) -> list[int]:
+    def propose(self, text: Sequence[int], drafted: Sequence[int], worth: Worth) -> list[int]:
         """Return what followed the latest occurrence of the last 4, 3 or 2 tokens."""
         self._follow(text)
         recent = [*self._text[-max(MATCHES) :], *drafted]
         for self._match in MATCHES:
             end = self._ends.get(tuple(recent[-self._match :])) if len(recent) >= self._match else None
-            if end is None:
-                continue
-            if self._useful[self._match] < _USEFUL:
-                self._useful[self._match] += _FORGIVE
-                continue
-            return self._text[end : end + min(most, MOST)]
+            if end is not None and (count := self._chances[self._match].worth(worth)):
+                return self._text[end : end + count]
         return []
 
     def outcome(self, proposed: int, right: int) -> None:
-        """Learn whether the first guess was right."""
-        if proposed:
-            old = self._useful[self._match]
-            self._useful[self._match] = old + _SMOOTH * (float(right > 0) - old)
+        """Learn how many guesses were right."""
+        self._chances[self._match].learn(proposed, right)
 
 
 class Model:
@@ -82,9 +96,13 @@ class Model:
         self._llama = BaseLlama(None, model_path=path, verbose=False, **arguments)
         self._decoder: Decoder = self._llama._decoder
         self._cached: list[int] = []
+        self._chance = _Chance()
 
-    def propose(self, text: Sequence[int], drafted: Sequence[int], most: int) -> list[int]:
+    def propose(self, text: Sequence[int], drafted: Sequence[int], worth: Worth) -> list[int]:
         """Return its most likely continuation."""
+        most = self._chance.worth(worth)
+        if not most:
+            return []
         tokens = [*map(int, text), *drafted]
         keep = 0
         for known, token in zip(self._cached, tokens[:-1], strict=False):
@@ -97,7 +115,7 @@ class Model:
             self._decoder.mark()
         fresh, guesses = tokens[keep:], list[int]()
         room = self._llama.n_ctx() - len(tokens)
-        while len(guesses) < min(most, MOST, room):
+        while len(guesses) < min(most, room):
             keep = self._feed(fresh, keep)
             guesses.append(self._decoder.greedy(-1))
             fresh = guesses[-1:]
@@ -111,7 +129,8 @@ class Model:
         return position + len(tokens)
 
     def outcome(self, proposed: int, right: int) -> None:
-        """Nothing to learn."""
+        """Learn how many guesses were right."""
+        self._chance.learn(proposed, right)
 
     def close(self) -> None:
         """Free the model."""

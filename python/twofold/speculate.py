@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 from twofold.decoder import Decoder
 from twofold.pace import Pace
-from twofold.propose import Proposer
+from twofold.propose import MOST, Proposer
 
 
 @dataclass(frozen=True)
@@ -55,39 +56,48 @@ def draft(decoder: Decoder, last: int, position: int, length: int, how: Drafting
     At most `length` tokens. They are the most likely ones, or those that the sampler would draw from the base.
     """
     tokens: list[int] = []
+    width = 0  # of the step before
     goes_on = True
     with _taken_back(decoder, position), decoder.drafting(), decoder.guessing(how.sampler) as guess:
         while goes_on and len(tokens) < length:
+            begun = perf_counter()
             before = tokens[-1] if tokens else last
-            made, first = _step(decoder, before, position + len(tokens), length - len(tokens), tokens, how, guess)
-            tokens += made
-            for row, token in enumerate(made, first):
-                goes_on = goes_on and how.pace.goes_on(partial(decoder.confidence, row, token))
+            guesses = _guesses(how, tokens, length - len(tokens) - 1)
+            made = _step(decoder, before, guesses, position + len(tokens), guess)
+            for place, token in enumerate(made, 1):
+                tokens.append(token)
+                confidence = partial(decoder.confidence, place - 1 if guesses else -1, token)
+                goes_on = how.pace.goes_on(confidence, made=place < len(made))
+                if not goes_on:
+                    break
+            if guesses and how.proposer is not None:
+                how.proposer.outcome(len(guesses), len(made) - 1)
+            how.pace.step(len(guesses), perf_counter() - begun, again=width == 1 + len(guesses))
+            width = 1 + len(guesses)
     return tokens
 
 
+def _guesses(how: Drafting, drafted: Sequence[int], room: int) -> list[int]:
+    """Return guesses for the base to check, as many as pay."""
+    if how.proposer is None or room < 1:
+        return []
+    return how.proposer.propose(how.text, drafted, lambda chance: how.pace.guesses(chance, min(room, MOST)))
+
+
 def _step(
-    decoder: Decoder,
-    before: int,
-    position: int,
-    room: int,
-    drafted: Sequence[int],
-    how: Drafting,
-    guess: Callable[[int], int],
-) -> tuple[list[int], int]:
-    """Decode one token, and guesses after it; return the base's tokens and the row of the first."""
+    decoder: Decoder, before: int, guesses: Sequence[int], position: int, guess: Callable[[int], int]
+) -> list[int]:
+    """Decode one token, and guesses after it; return the base's tokens up to the first that is no guess."""
     decoder.truncate(position)  # of the guesses before, those that were wrong
-    guesses = how.proposer.propose(how.text, drafted, room - 1) if how.proposer is not None and room > 1 else []
     decoder.decode([before, *guesses], position, all_rows=bool(guesses))
-    if not guesses or how.proposer is None:
-        return [guess(-1)], -1
+    if not guesses:
+        return [guess(-1)]
     made: list[int] = []
     for row in range(len(guesses) + 1):
         made.append(guess(row))
         if row == len(guesses) or made[row] != guesses[row]:
             break
-    how.proposer.outcome(len(guesses), len(made) - 1)
-    return made, 0
+    return made
 
 
 def agreeing(decoder: Decoder, text: Sequence[int], position: int, limit: int) -> int:
