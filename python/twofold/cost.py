@@ -13,7 +13,7 @@ SMOOTH = 3.0  # exponent of the maximum of reading and computing
 GPU_LAYER, CPU_LAYER = 40e-6, 15e-6  # seconds a layer: launches, barriers, and what is not a matrix product
 FETCH = 15e-6  # seconds before a copy between RAM and VRAM begins
 LOOP = 150e-6  # seconds a decode in Python and llama.cpp
-RESULT_COPIES = 2  # the base's result is fetched, the sum is sent back
+RESULT_COPIES = 1  # the residual's result is sent, and added on the device
 _Self = TypeVar("_Self", bound="_Added")
 
 
@@ -54,6 +54,8 @@ class Load(_Added):
     ----------
     gpu, cpu
         base and whole matrices in VRAM and in RAM.
+    split
+        the part of `gpu` that is the base of a residual.
     beside, within
         residual of matrices whose base is in VRAM, and in RAM.
     gpu_layers, cpu_layers
@@ -68,6 +70,7 @@ class Load(_Added):
 
     gpu: Sums = field(default_factory=Sums)
     cpu: Sums = field(default_factory=Sums)
+    split: Sums = field(default_factory=Sums)
     beside: Sums = field(default_factory=Sums)
     within: Sums = field(default_factory=Sums)
     gpu_layers: int = 0
@@ -84,11 +87,10 @@ def smooth_max(*values: float) -> float:
     return float(sum(value**SMOOTH for value in values) ** (1 / SMOOTH))
 
 
-def decode(load: Load, machine: Machine, tokens: int, *, residual: bool, overlap: bool = False) -> float:
+def decode(load: Load, machine: Machine, tokens: int, *, residual: bool, overlap: bool = True) -> float:
     """Seconds of decoding a batch: with the base alone, or base and residual.
 
-    `overlap` says that the CPU multiplies the residual while the GPU multiplies the base; the engine waits for one
-    before it begins the other.
+    `overlap` says that the CPU multiplies the residual while the GPU multiplies its base; else it waits.
     """
     ram = machine.ram_bandwidth * RAM_SHARE
     within, beside = (load.within, load.beside) if residual else (Sums(), Sums())
@@ -104,8 +106,8 @@ def decode(load: Load, machine: Machine, tokens: int, *, residual: bool, overlap
     crossing = 4 * tokens * load.logits / machine.pcie
     if residual:
         crossing += 4 * tokens * load.crossing / machine.pcie + load.fetches * FETCH
-    both = max(on_gpu, added) if overlap else on_gpu + added
-    return seconds + both + crossing + load.gpu_layers * GPU_LAYER
+    hidden = min(load.split.read(tokens) / (machine.vram_bandwidth * VRAM_SHARE), added) if overlap else 0.0
+    return seconds + on_gpu + added - hidden + crossing + load.gpu_layers * GPU_LAYER
 
 
 def read_by_check(load: Load, tokens: int) -> tuple[float, float]:

@@ -109,6 +109,7 @@ class _Total:
 
     gpu: Sums = field(default_factory=Sums)
     cpu: Sums = field(default_factory=Sums)
+    split: Sums = field(default_factory=Sums)
     beside: Sums = field(default_factory=Sums)
     within: Sums = field(default_factory=Sums)
     crossing: float = 0.0
@@ -200,7 +201,7 @@ def _add_split(total: _Total, matrix: Matrix, how: tuple[Base, GgmlType, int], m
     sums = _sums(matrix, size, matrix.weights / rate)
     added = _sums(matrix, residual_bytes(matrix, bits), matrix.weights / machine.residual_rate[bits])
     if on_gpu:
-        total.gpu, total.beside = total.gpu + sums, total.beside + added
+        total.gpu, total.split, total.beside = total.gpu + sums, total.split + sums, total.beside + added
     else:
         total.cpu, total.within = total.cpu + sums, total.within + added
     lost = base.loss_of(kind)
@@ -240,8 +241,8 @@ def _placed(setting: Setting, total: _Total, sizes: Sequence[float], on_gpu: set
     cpu_layers = model.layers - gpu_layers
     cache = setting.cache(setting.filled)
     load = Load(
-        total.gpu, total.cpu, total.beside, total.within, gpu_layers, cpu_layers, total.crossing, total.fetches,
-        gpu_layers * cache, cpu_layers * cache, model.vocabulary if on_gpu else 0,
+        total.gpu, total.cpu, total.split, total.beside, total.within, gpu_layers, cpu_layers, total.crossing,
+        total.fetches, gpu_layers * cache, cpu_layers * cache, model.vocabulary if on_gpu else 0,
     )  # fmt: skip
     in_vram = sum(sizes[number] for number in on_gpu)
     in_ram = sum(size for number, size in enumerate(sizes) if number not in on_gpu)

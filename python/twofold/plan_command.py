@@ -69,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--drafter-size", type=_checked(units.size), metavar="SIZE", help="of a trained drafter to compare with, 1GB")
     yields = "its tokens per check by draft tokens, 3:3.2,6:4.6 (default: those measured of a small model)"
     add("--drafter-acceptance", type=_checked(acceptance.parse_drafter), metavar="K:T,...", help=yields)
-    overlap = "as if CPU and GPU worked on a check at the same time; they do so one after the other"
-    add("--overlap", action="store_true", help=overlap)
+    sequential = "as if the CPU waited while the GPU works on a check (TWOFOLD_OVERLAP=0, or a single thread)"
+    add("--sequential", action="store_true", help=sequential)
     add("--json", metavar="FILE", help="write everything that was worked out")
     add("--plot", metavar="FILE", help="draw tokens a second of all strategies (needs matplotlib)")
 
@@ -126,4 +126,4 @@ def _options(arguments: Namespace) -> Options:
     drafter = None
     if arguments.drafter_size is not None:
         drafter = Drafter(arguments.drafter_size, arguments.drafter_acceptance or known.drafter)
-    return Options(known, drafter, kind.name, arguments.overlap)
+    return Options(known, drafter, kind.name, not arguments.sequential)

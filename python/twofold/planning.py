@@ -36,7 +36,7 @@ class Options:
     acceptance: Acceptance
     drafter: Drafter | None = None
     precision: str = "q8_0"
-    overlap: bool = False
+    overlap: bool = True
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def _pair(setting: Setting, options: Options, base: Base, bits: int, whole: tupl
     )  # fmt: skip
 
 
-def check_seconds(setting: Setting, load: Load, k: int, *, overlap: bool = False) -> float:
+def check_seconds(setting: Setting, load: Load, k: int, *, overlap: bool = True) -> float:
     """Seconds of a check of `k` drafts; in RAM a token is never verified alone, but beside another one."""
     columns = 2 if k == 0 and load.cpu_layers else k + 1
     return decode(load, setting.machine, columns, residual=True, overlap=overlap)
@@ -245,9 +245,9 @@ def assumptions(found: Plan) -> list[str]:
     low, high = options.acceptance.range
     power = f"{cost.SMOOTH:g}"
     overlap = (
-        "the CPU multiplies the residual while the GPU multiplies the base"
+        "the CPU multiplies the residual while the GPU multiplies its base (--sequential: then)"
         if options.overlap
-        else "the GPU multiplies the base, then the CPU the residual (--overlap: both at the same time)"
+        else "the GPU multiplies the base, then the CPU the residual"
     )
     lines = [
         f"kernels reach {cost.VRAM_SHARE:.0%} of the VRAM's and {cost.RAM_SHARE:.0%} of the RAM's bandwidth as given; "
@@ -257,7 +257,7 @@ def assumptions(found: Plan) -> list[str]:
         f"reading (a) and computing (b) on the CPU overlap in part: (a^{power} + b^{power})^(1/{power}); "
         f"ggml's own CPU kernels compute at {cost.GGML_SHARE:g} of the residual kernel's rate; the GPU's arithmetic "
         f"never limits batches of up to {DEEPEST + 1} tokens",
-        f"in a check {overlap}; inputs cross the bus once, results {cost.RESULT_COPIES} times",
+        f"in a check {overlap}; inputs cross the bus once, the residual's results too",
         f"float16 cache of {setting.ctx} tokens, {setting.filled} of them read by a decode; {binary(setting.reserve)} "
         "of VRAM are left for buffers",
         f"greedy text; acceptance from: {options.acceptance.source}",
