@@ -3,7 +3,8 @@
  * sums and results are 24 of the 32 registers, and a broadcast serves both panels. */
 #include "kernel_avx512.h"
 
-enum { PANELS = TF_WIDE_PANELS, CHUNK = 64, PASS = 4, PIECE = 256, LONGEST_GROUP = 1024 };
+enum { PANELS = TF_WIDE_PANELS, CHUNK = 64, PASS = 4, PIECE = 256, LONGEST_GROUP = 1024, UNIT = 4 * PANELS * CHUNK };
+enum { AHEAD = 20 }; /* units that are fetched early; 16 and 32 are up to 10 % slower */
 
 /* A piece of the width: whole groups, of about PIECE inputs. */
 typedef struct piece {
@@ -15,6 +16,7 @@ typedef struct piece {
 /* Codes of 16 inputs, of one of the panels. */
 INLINE void unpack_unit(const streams *p, int64_t unit, uint8_t *to, int bits) {
     __m512i codes[4];
+    prefetch(p, unit + AHEAD, 0, bits);
     unpack(p->p4 + unit * 128, p->p6 + unit * 64, p->p8 + unit * 64, codes, bits);
 #pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
@@ -49,15 +51,30 @@ INLINE void add_block(const uint8_t *codes, const int8_t *q, int64_t stride, con
     }
 }
 
-/* What a pass fetches from memory beside each 32 inputs: two lines from either place. */
-typedef struct ahead {
-    const uint8_t *a, *b;
-    int64_t step;
-} ahead;
+/* What a pass unpacks of the next piece beside each 32 inputs: one or both units of a panel. A burst of stores would
+ * stop the products (two of 64 bytes cost as much as three of these), one now and then is free. */
+typedef struct feed {
+    const streams *p;
+    int64_t unit, left;
+    uint8_t *to;
+    bool both;
+} feed;
+
+INLINE void unpack_some(feed *f, int bits) {
+    if (f->left > 0) {
+        unpack_unit(f->p, f->unit, f->to, bits);
+        if (f->both) {
+            unpack_unit(f->p, f->unit + 1, f->to + UNIT, bits);
+        }
+        f->unit += 2;
+        f->to += 2 * UNIT;
+        f->left--;
+    }
+}
 
 /* Multiplies columns `first` to `first` + n of x, which has `columns`. out: where column `first` goes in the tiles. */
-INLINE void pass_n(const piece *t, const tf_columns *x, int64_t first, float *out, ahead ahead, int columns, bool low,
-                   int n) {
+INLINE void pass_n(const piece *t, const tf_columns *x, int64_t first, float *out, feed feed, int columns, bool low,
+                   int n, int bits) {
     enum { NEXT_PANEL = TF_WIDE_COLUMNS * TF_PANEL_ROWS, STEP = TF_BLOCK / 4 * PANELS * CHUNK };
     const uint8_t *codes = t->codes;
     const int64_t at = (t->block * (TF_BLOCK / 4) * columns + first) * 4;
@@ -74,14 +91,7 @@ INLINE void pass_n(const piece *t, const tf_columns *x, int64_t first, float *ou
             sums[0][j] = sums[1][j] = _mm512_set1_ps(offset[j]);
         }
         for (; b < end; b++, codes += STEP, q += TF_BLOCK * columns, scale += columns) {
-            if (ahead.a != NULL) {
-                _mm_prefetch((const char *)ahead.a, _MM_HINT_T0);
-                _mm_prefetch((const char *)ahead.a + 64, _MM_HINT_T0);
-                _mm_prefetch((const char *)ahead.b, _MM_HINT_T0);
-                _mm_prefetch((const char *)ahead.b + 64, _MM_HINT_T0);
-                ahead.a += ahead.step;
-                ahead.b += ahead.step;
-            }
+            unpack_some(&feed, bits);
             add_block(codes, q, 4 * columns, scale, 1.0f, sums, n);
             if (low && tf_has_low(x, b)) {
                 add_block(codes, q_low + (q - x->q - at), 4 * columns, scale, TF_LOW, sums, n);
@@ -101,51 +111,38 @@ INLINE void pass_n(const piece *t, const tf_columns *x, int64_t first, float *ou
     }
 }
 
-INLINE void pass_low(const piece *t, const tf_columns *x, int64_t first, float *out, ahead ahead, bool low) {
+INLINE void pass_low(const piece *t, const tf_columns *x, int64_t first, float *out, feed feed, bool low, int bits) {
     if (x->n == TF_MAX_COLUMNS) {
-        pass_n(t, x, first, out, ahead, TF_MAX_COLUMNS, low, PASS);
+        pass_n(t, x, first, out, feed, TF_MAX_COLUMNS, low, PASS, bits);
         return;
     }
     switch (x->n - first) {
-        case 1: pass_n(t, x, first, out, ahead, x->n, low, 1); break;
-        case 2: pass_n(t, x, first, out, ahead, x->n, low, 2); break;
-        case 3: pass_n(t, x, first, out, ahead, x->n, low, 3); break;
-        default: pass_n(t, x, first, out, ahead, x->n, low, PASS); break;
+        case 1: pass_n(t, x, first, out, feed, x->n, low, 1, bits); break;
+        case 2: pass_n(t, x, first, out, feed, x->n, low, 2, bits); break;
+        case 3: pass_n(t, x, first, out, feed, x->n, low, 3, bits); break;
+        default: pass_n(t, x, first, out, feed, x->n, low, PASS, bits); break;
     }
 }
 
-static __attribute__((noinline)) void other_pass(const piece *t, const tf_columns *x, int64_t first, float *out,
-                                                 ahead ahead) {
-    if (x->flags != NULL) {
-        pass_low(t, x, first, out, ahead, true);
+INLINE void pass(const piece *t, const tf_columns *x, int64_t first, float *out, feed feed, int bits) {
+    if (x->n == TF_MAX_COLUMNS && x->flags == NULL) {
+        pass_n(t, x, first, out, feed, TF_MAX_COLUMNS, false, PASS, bits);
+    } else if (x->flags == NULL) {
+        pass_low(t, x, first, out, feed, false, bits);
     } else {
-        pass_low(t, x, first, out, ahead, false);
+        pass_low(t, x, first, out, feed, true, bits);
     }
 }
 
-INLINE void pass(const piece *t, const tf_columns *x, int64_t first, float *out, ahead ahead) {
-    if (x->n == TF_MAX_COLUMNS && x->flags == NULL) { /* the call alone would cost 3 % */
-        pass_n(t, x, first, out, ahead, TF_MAX_COLUMNS, false, PASS);
-    } else {
-        other_pass(t, x, first, out, ahead);
+/* Of what the passes unpack: a unit each if there are four of them, else the first two both units. */
+INLINE feed feed_of(const streams *p, const piece *next, uint8_t *codes, int64_t pass, int64_t passes) {
+    const int64_t blocks = next->blocks_end - next->block;
+    const bool both = passes < 4;
+    const int64_t panel = both ? pass : pass / 2, half = both ? 0 : pass % 2;
+    if (panel >= PANELS) {
+        return (feed){NULL, 0, 0, NULL, false};
     }
-}
-
-/* What comes two pieces later (one later would be needed as soon as the last pass ends), spread over 4 passes, so that
- * memory is never idle for long. Behind these panels lie the next two. */
-INLINE ahead ahead_of(const streams *p, const tf_planes *planes, const piece *t, int64_t pass, int bits) {
-    const int64_t next = (2 * t->blocks_end - t->block) * TF_BLOCK;
-    const int64_t at = next < planes->width ? next : next + planes->width * (PANELS - 1);
-    if (pass < 2) {
-        return (ahead){p[pass].p4 + at * 8, p[pass].p4 + at * 8 + 128, 256};
-    }
-    if (pass == 2 && bits >= 6) {
-        return (ahead){p[0].p6 + at * 4, p[1].p6 + at * 4, 128};
-    }
-    if (pass == 3 && bits == 8) {
-        return (ahead){p[0].p8 + at * 4, p[1].p8 + at * 4, 128};
-    }
-    return (ahead){NULL, NULL, 0};
+    return (feed){&p[panel], next->block * 2 + half, blocks, codes + half * UNIT + panel * CHUNK, both};
 }
 
 INLINE void next_piece(piece *t, const tf_planes *planes) {
@@ -158,25 +155,30 @@ INLINE void next_piece(piece *t, const tf_planes *planes) {
 }
 
 INLINE void many(const tf_planes *planes, int64_t panel, const tf_columns *x, int32_t blocks, float *tiles, int bits) {
-    _Alignas(64) uint8_t codes[PANELS * TF_PANEL_ROWS * LONGEST_GROUP];
-    piece t = {.group_blocks = planes->group / TF_BLOCK, .codes = codes};
+    _Alignas(64) uint8_t codes[2][PANELS * TF_PANEL_ROWS * LONGEST_GROUP];
+    piece t = {.group_blocks = planes->group / TF_BLOCK}, next;
     streams p[PANELS];
     for (int i = 0; i < PANELS; i++) {
         p[i] = panel_streams(planes, panel + i, bits);
         t.scales[i] = planes->scales + (panel + i) * tf_groups(planes->width, planes->group) * TF_PANEL_ROWS;
     }
-    while (t.blocks_end < planes->width / TF_BLOCK) {
-        next_piece(&t, planes);
-        for (int i = 0; i < PANELS; i++) {
-            for (int64_t u = 0; u < (t.blocks_end - t.block) * 2; u++) {
-                unpack_unit(&p[i], t.block * 2 + u, codes + (u * 4 * PANELS + i) * CHUNK, bits);
-            }
+    const int64_t passes = ((blocks - 1) * TF_MAX_COLUMNS + x[blocks - 1].n + PASS - 1) / PASS;
+    next_piece(&t, planes);
+    for (int i = 0; i < PANELS; i++) {
+        feed all = {&p[i], 0, t.blocks_end, codes[0] + i * CHUNK, true};
+        while (all.left > 0) {
+            unpack_some(&all, bits);
         }
+    }
+    for (int side = 0; t.block < t.blocks_end; t = next, side ^= 1) {
+        t.codes = codes[side];
+        next = t;
+        next_piece(&next, planes);
         int64_t done = 0;
         for (int32_t i = 0; i < blocks; i++) {
             for (int64_t first = 0; first < x[i].n; first += PASS, done++) {
                 pass(&t, &x[i], first, tiles + (i * TF_MAX_COLUMNS + first) * TF_PANEL_ROWS,
-                     ahead_of(p, planes, &t, done, bits));
+                     feed_of(p, &next, codes[side ^ 1], done, passes), bits);
             }
         }
     }
@@ -197,7 +199,6 @@ INLINE void end_group(const uint16_t *const *scales, int64_t group, __m512 (*sum
 
 /* n columns, 5 to 8: sums of all of them in registers, and pieces of 32 inputs, so that memory is read evenly. */
 INLINE void few_n(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tiles, int bits, int n) {
-    enum { AHEAD = 24 }; /* units; 16 and 32 are up to 10 % slower */
     _Alignas(64) uint8_t codes[PANELS * TF_PANEL_ROWS * TF_BLOCK];
     const int64_t groups = tf_groups(planes->width, planes->group);
     const int64_t blocks = planes->width / TF_BLOCK, group_blocks = planes->group / TF_BLOCK;
@@ -217,7 +218,6 @@ INLINE void few_n(const tf_planes *planes, int64_t panel, const tf_columns *x, f
             for (int i = 0; i < PANELS; i++) {
 #pragma GCC unroll 2
                 for (int u = 0; u < 2; u++) {
-                    prefetch(&p[i], b * 2 + u + AHEAD, 0, bits);
                     unpack_unit(&p[i], b * 2 + u, codes + (u * 4 * PANELS + i) * CHUNK, bits);
                 }
             }
@@ -237,7 +237,8 @@ INLINE void few_n(const tf_planes *planes, int64_t panel, const tf_columns *x, f
     }
 }
 
-INLINE void few(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tiles, int bits) {
+INLINE void few(const tf_planes *planes, int64_t panel, const tf_columns *x, int32_t blocks, float *tiles, int bits) {
+    (void)blocks;
     switch (x->n) {
         case 5: few_n(planes, panel, x, tiles, bits, 5); break;
         case 6: few_n(planes, panel, x, tiles, bits, 6); break;
@@ -246,21 +247,27 @@ INLINE void few(const tf_planes *planes, int64_t panel, const tf_columns *x, flo
     }
 }
 
-INLINE void run(const tf_planes *planes, int64_t panel, const tf_columns *x, int32_t blocks, float *tiles, int bits) {
-    memset(tiles, 0, sizeof(float) * PANELS * TF_WIDE_COLUMNS * TF_PANEL_ROWS);
-    if (blocks > 2 || x[blocks - 1].n <= PASS || (bits > 4 && blocks > 1)) {
-        many(planes, panel, x, blocks, tiles, bits);
-        return;
+/* One function for each, or GCC runs out of registers. */
+#define SEPARATE(name, of, bits)                                                                            \
+    static __attribute__((noinline)) void name(const tf_planes *planes, int64_t panel, const tf_columns *x, \
+                                               int32_t blocks, float *tiles) {                              \
+        of(planes, panel, x, blocks, tiles, bits);                                                          \
     }
-    for (int32_t i = 0; i < blocks; i++) { /* unpacking 4 bits is quickly done: once more beats a piece's pause */
-        few(planes, panel, &x[i], tiles + i * TF_MAX_COLUMNS * TF_PANEL_ROWS, bits);
-    }
-}
+SEPARATE(many_4, many, 4)
+SEPARATE(many_6, many, 6)
+SEPARATE(many_8, many, 8)
+SEPARATE(few_4, few, 4)
+SEPARATE(few_6, few, 6)
+SEPARATE(few_8, few, 8)
 
 void tf_wide_avx512(const tf_planes *planes, int64_t panel, const tf_columns *x, int32_t blocks, float *tiles) {
-    switch (planes->bits) {
-        case 4: run(planes, panel, x, blocks, tiles, 4); break;
-        case 6: run(planes, panel, x, blocks, tiles, 6); break;
-        default: run(planes, panel, x, blocks, tiles, 8); break;
+    memset(tiles, 0, sizeof(float) * PANELS * TF_WIDE_COLUMNS * TF_PANEL_ROWS);
+    if (planes->bits == 4 && blocks == 2 && x[1].n > PASS) { /* 4 bits are quickly unpacked: twice beats pieces */
+        few_4(planes, panel, x, 1, tiles);
+        few_4(planes, panel, x + 1, 1, tiles + TF_MAX_COLUMNS * TF_PANEL_ROWS);
+    } else if (blocks == 1) {
+        (planes->bits == 4 ? few_4 : planes->bits == 6 ? few_6 : few_8)(planes, panel, x, blocks, tiles);
+    } else {
+        (planes->bits == 4 ? many_4 : planes->bits == 6 ? many_6 : many_8)(planes, panel, x, blocks, tiles);
     }
 }

@@ -1,4 +1,4 @@
-"""The plugin in others' programs: a prebuilt llama-server (scripts/install_stock.sh) and llama_cpp's own server."""
+"""The plugin in others' programs: two llama-servers (scripts/install_stock.sh) and llama_cpp's own server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from twofold.pairfile import residual_path
 pytestmark = pytest.mark.stock
 
 ROOT = Path(__file__).parents[1]
-SERVER = ROOT / ".stock" / "bin" / "llama-server-vulkan"
+SERVER = ROOT / ".stock" / "bin" / "llama-server-vulkan"  # prebuilt
+BUILT = ROOT / ".stock-built" / "build" / "bin" / "llama-server"  # with the ggml that llama_cpp uses
 PROMPTS = [
     "the people would have there", "about which", "into the good year", "know def self return", "10 20 10",
     "print import print", "people people people", "a good year for the people", "== -> ()", "would they know",
@@ -96,8 +97,10 @@ class Server:
 
 
 @contextlib.contextmanager
-def llama_server(base: Path, tmp_path: Path, *options: Any, device: str = "none", **variables: Any) -> Iterator[Server]:
-    command = [SERVER, "-m", base, "-c", 256, "-np", 1, "-t", 2, "-fa", "on", "-dev", device, "--no-ui", *LOAD_ALL]
+def llama_server(
+    base: Path, tmp_path: Path, *options: Any, device: str = "none", binary: Path = SERVER, **variables: Any
+) -> Iterator[Server]:
+    command = [binary, "-m", base, "-c", 256, "-np", 1, "-t", 2, "-fa", "on", "-dev", device, "--no-ui", *LOAD_ALL]
     variables = {"GGML_BACKEND_PATH": plugin.library(), **variables}
     server = Server([*command, "-ngl", 99, *options], tmp_path / "server.log", **variables)
     try:
@@ -141,11 +144,15 @@ def log_softmax(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_greedy_tokens_and_kld(tiny_pair: Path, merged: Path, tmp_path: Path, device: str) -> None:
-    """Its ggml is older than llama_cpp's and rounds otherwise: a token may differ where two are all but even."""
+@pytest.mark.parametrize(("binary", "least"), [(SERVER, 8), (BUILT, 10)], ids=["prebuilt", "built"])
+def test_greedy_tokens_and_kld(
+    tiny_pair: Path, merged: Path, tmp_path: Path, device: str, binary: Path, least: int
+) -> None:
+    """The prebuilt one's ggml is older than llama_cpp's: a token may differ where two are all but even."""
     llm, whole = ours(tiny_pair, device), llama_cpp.Llama(str(merged), n_ctx=256, verbose=False)
     same, divergences = 0, []
-    with llama_server(tiny_pair, tmp_path, device=device, TWOFOLD_RESIDUAL=residual_path(tiny_pair)) as server:
+    residual = residual_path(tiny_pair)
+    with llama_server(tiny_pair, tmp_path, device=device, binary=binary, TWOFOLD_RESIDUAL=residual) as server:
         for text in PROMPTS:
             prompt = llm.tokenize(text.encode())
             expected, found = greedy(llm, prompt, 8), server.tokens(prompt, 8)
@@ -165,7 +172,7 @@ def test_greedy_tokens_and_kld(tiny_pair: Path, merged: Path, tmp_path: Path, de
     print(f"{device}: {same} of {len(PROMPTS)} equal, margins {divergences}, KLD {np.mean(klds):.6f}")
     assert len(lines) == 1
     assert "completes its base, 8 bits" in lines[0]
-    assert same >= 8
+    assert same >= least
     assert all(abs(margin) < 0.1 for margin in divergences)
     assert np.mean(klds) < 0.002
 
