@@ -92,7 +92,7 @@ class Recorder(Fixed):
         self.rounds.append(Round())
         return super().begin(most)
 
-    def goes_on(self, confidence: Callable[[], float], *, made: bool) -> bool:
+    def goes_on(self, confidence: Callable[[], float], *, made: bool, copied: int = 0) -> bool:
         """Take the draft token and its distribution."""
         row, token = cast(partial[float], confidence).args
         self.rounds[-1].drafted.append(token)

@@ -67,7 +67,7 @@ class Recorder(Fixed):
         self.confidence: list[float] = []
         self.seconds: list[int] = []
 
-    def goes_on(self, confidence: Callable[[], float], *, made: bool) -> bool:
+    def goes_on(self, confidence: Callable[[], float], *, made: bool, copied: int = 0) -> bool:
         """Keep what the base gives this row's two likeliest tokens."""
         row, first = cast(partial[float], confidence).args
         likely = np.argpartition(self._llm.decoder.logits(row), -2)[-2:]

@@ -300,6 +300,8 @@ def test_random_prompts_are_asked_for_by_name(llm: twofold.Llama) -> None:
     assert {prompt["kind"] for prompt in prompts.prompts()} == set(prompts.KINDS)
     asked = prompts.prompts(8, [*prompts.KINDS, prompts.RANDOM])
     assert [prompt["kind"] for prompt in asked][:7] == [*prompts.KINDS, "random", "code"]
+    copies = prompts.prompts(kinds=[prompts.COPY])
+    assert len(copies) == 10 and all(len(prompt["prompt"]) > 300 for prompt in copies)
     vocabulary = ordinary_tokens(llm)
     assert not {llm.token_bos(), llm.token_eos(), 3 + 10} & set(vocabulary)
     assert len(vocabulary) > 100

@@ -129,7 +129,8 @@ def rate_of_guesses(pace: Pace, chance: float, check_s: Callable[[int], float], 
             width, steps_s = 1 + guesses, steps_s + step_s
             for place in range(right + 1):
                 drafted += 1
-                goes_on = pace.goes_on(lambda: 0.995, made=place < right)
+                copied = guesses if right == guesses else 0
+                goes_on = pace.goes_on(lambda: 0.995, made=place < right, copied=copied)
                 if not goes_on:
                     break
         pace.end(drafted, steps_s, check_s(drafted + 1))
@@ -176,6 +177,18 @@ def test_what_is_drafted_already_goes_on_where_a_new_token_would_not() -> None:
     assert pace.goes_on(lambda: 0.5, made=True)
     pace.begin(LONGEST)
     assert not pace.goes_on(lambda: 0.5, made=False)
+
+
+def test_a_copy_goes_on_where_a_lone_token_would_not() -> None:
+    """After a step whose guesses were all right, tokens cost what its tokens did."""
+    pace = Auto(LONGEST)
+    rate(pace, 0.03, lambda width: 0.03 + 0.001 * width, mixed)
+    pace.step(7, 0.036, again=False)
+    assert pace.drafts.copied(7) == pytest.approx(0.0045)
+    pace.begin(LONGEST)
+    assert pace.goes_on(lambda: 0.9, made=False, copied=7)
+    pace.begin(LONGEST)
+    assert not pace.goes_on(lambda: 0.9, made=False)
 
 
 def test_what_surrounds_a_draft_counts_before_its_first_token() -> None:

@@ -12,7 +12,7 @@ from twofold.accept import DEPTHS
 from twofold.benchplan import DRAFTS, LOOKUPS
 from twofold.loop import MAX_DRAFT
 from twofold.merge import FILE_TYPES
-from twofold.prompts import KINDS, RANDOM
+from twofold.prompts import BY_NAME, COPY, KINDS, RANDOM
 from twofold.server import run as server
 from twofold.terminal import AUTO, NEVER, WHEN
 from twofold.whole import TYPES as WHOLE_TYPES
@@ -317,8 +317,11 @@ def _add_bench(parsers: Parsers) -> None:
     add("--residual-bits", type=int, nargs="+", choices=(4, 6, 8), default=[], help=bits)
     add("-n", "--tokens", type=_number(int, 2), default=64, help="most tokens of a text (default: 64)")
     add("--prompts", type=_number(int, 1), default=20, metavar="N", help="the first N of the kinds (default: 20)")
-    kinds = f"kinds of prompts (default: all but {RANDOM}: random tokens, the worst case with --temp 1.5)"
-    add("--kinds", nargs="+", choices=(*KINDS, RANDOM), default=list(KINDS), help=kinds)
+    kinds = (
+        f"kinds of prompts (default: all but {COPY}: edits and quotations, and {RANDOM}: random tokens, the worst case "
+        "with --temp 1.5)"
+    )
+    add("--kinds", nargs="+", choices=(*KINDS, *BY_NAME), default=list(KINDS), help=kinds)
     temp = "temperature, nothing cut off the distribution (default: 0: greedy)"
     add("--temp", type=_number(float, 0), default=0.0, help=temp)
     add("--seed", type=_number(int, 1, 2**31), default=1, help="of samplers and of the order of turns (default: 1)")

@@ -11,7 +11,7 @@ from twofold.architecture import vocabulary
 from twofold.decoder import BaseLlama, opening, ordinary_tokens
 from twofold.loop import MAX_DRAFT
 from twofold.pairfile import open_pair, residual_bytes
-from twofold.prompts import KINDS, RANDOM, prompts, random_tokens
+from twofold.prompts import BY_NAME, KINDS, RANDOM, prompts, random_tokens
 
 DRAFTS, LOOKUPS = (2, 3, 4, 6), (2, 10)
 
@@ -141,7 +141,7 @@ def plan(settings: Settings) -> Plan:
 
 
 def _check(settings: Settings) -> None:
-    allowed = (*KINDS, RANDOM)
+    allowed = (*KINDS, *BY_NAME)
     if not settings.kinds or not set(settings.kinds) <= set(allowed):
         raise errors.ArgumentError(f"kinds {list(settings.kinds)}: one or more of {', '.join(allowed)} are allowed")
     if not all(1 <= k <= MAX_DRAFT for k in (*settings.drafts, *settings.lookups)):

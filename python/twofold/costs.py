@@ -110,6 +110,10 @@ class DraftCosts:
         """Return the seconds of one token after another."""
         return self._single[self._NEXT] or self._single[self._FIRST]
 
+    def copied(self, guesses: int) -> float:
+        """Return the seconds of a token if so many guesses are right."""
+        return (self._guessed[guesses] or self.token()) / (guesses + 1)
+
     def change(self) -> float:
         """Return what a step costs beyond that if it is not as wide as the one before."""
         return max(self._single[self._FIRST] - self.token(), 0.0)

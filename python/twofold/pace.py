@@ -39,10 +39,11 @@ class Pace(Protocol):
     def step(self, guesses: int, seconds: float, *, again: bool) -> None:
         """Take the seconds of a step of the draft, with so many guesses; `again` after one with just as many."""
 
-    def goes_on(self, confidence: Callable[[], float], *, made: bool) -> bool:
+    def goes_on(self, confidence: Callable[[], float], *, made: bool, copied: int = 0) -> bool:
         """Whether to draft another after a token of this probability (asked for only if it matters).
 
-        `made`: it has been drafted already, with the same guesses, and costs only its place in the check.
+        `made`: it has been drafted already, with the same guesses, and costs only its place in the check. `copied`:
+        guesses of this step if all of them were right, so that the next ones may well be.
         """
 
     def end(self, drafted: int, draft_s: float, check_s: float) -> None:
@@ -69,7 +70,7 @@ class Fixed:
     def step(self, guesses: int, seconds: float, *, again: bool) -> None:
         """Nothing to learn."""
 
-    def goes_on(self, confidence: Callable[[], float], *, made: bool) -> bool:
+    def goes_on(self, confidence: Callable[[], float], *, made: bool, copied: int = 0) -> bool:
         """Go on."""
         return True
 
@@ -143,14 +144,16 @@ class Auto:
         self._seconds_of_steps += seconds
         self.drafts.add(guesses, seconds, again=again)
 
-    def goes_on(self, confidence: Callable[[], float], *, made: bool) -> bool:
+    def goes_on(self, confidence: Callable[[], float], *, made: bool, copied: int = 0) -> bool:
         """Whether the next draft token is worth its time, after one of this confidence."""
         found = bisect_left(_EDGES, confidence())
         self._bins.append(found)
         self._path *= float(self._kept[found] / self._tries[found])
         if not self._token_s:
             return True
-        another_s = float(self._column_s[min(len(self._bins), self._longest)]) + self._token_s * (not made)
+        another_s = float(self._column_s[min(len(self._bins), self._longest)])
+        if not made:
+            another_s += self.drafts.copied(copied) if copied else self._token_s
         return self._path * self._ahead > self._worth * another_s
 
     def _some_length_pays(self) -> bool:

@@ -8,7 +8,9 @@ from collections.abc import Collection, Sequence
 from importlib.resources import files
 
 KINDS = ("code", "chat", "maths", "summary", "language")
-RANDOM = "random"  # the worst case of speculation: asked for by name only
+COPY = "copy"  # most of the answer stands in the prompt: edits, quotations
+RANDOM = "random"  # the worst case of speculation
+BY_NAME = (COPY, RANDOM)  # asked for by name only
 _RANDOM_PROMPTS, _RANDOM_LENGTH = 20, 64
 
 

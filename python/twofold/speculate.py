@@ -64,10 +64,11 @@ def draft(decoder: Decoder, last: int, position: int, length: int, how: Drafting
             before = tokens[-1] if tokens else last
             guesses = _guesses(how, tokens, length - len(tokens) - 1)
             made = _step(decoder, before, guesses, position + len(tokens), guess)
+            copied = len(guesses) if len(made) > len(guesses) else 0
             for place, token in enumerate(made, 1):
                 tokens.append(token)
                 confidence = partial(decoder.confidence, place - 1 if guesses else -1, token)
-                goes_on = how.pace.goes_on(confidence, made=place < len(made))
+                goes_on = how.pace.goes_on(confidence, made=place < len(made), copied=copied)
                 if not goes_on:
                     break
             if guesses and how.proposer is not None:
