@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time prompts on the CPU: the full model of a pair, and ordinary GGUF files by llama-cpp-python, taking turns.
 
-Prints medians and quartiles of tokens a second, and of their ratio to the first ordinary file, turn by turn.
+Prints medians and quartiles of tokens a second, and the median of their ratio to the first ordinary file, turn by turn.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def seconds(llm: Any, prompt: list[int]) -> float:
 def rows(models: dict[str, Any], text: list[int], length: int, repeats: int) -> list[dict[str, Any]]:
     """Return one row for each model; ratios are to the first ordinary one."""
     prompt = text[:length]
+    length = len(prompt)
     for llm in models.values():
         seconds(llm, prompt)
     rates = {name: np.zeros(repeats) for name in models}

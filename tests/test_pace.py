@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from twofold.pace import Auto, Fixed, Pace
+from twofold.pace import Auto, Fixed, Pace, Step
 
 LONGEST = 16
 Text = Callable[[np.random.Generator], float]
@@ -24,7 +24,7 @@ def rate(
         drafted, kept, whole = 0, 0, True
         while drafted < most:
             sure = text(random)
-            pace.step(0, draft_s + first_s * (not drafted), again=bool(drafted))
+            pace.step(Step(0, again=bool(drafted)), draft_s + first_s * (not drafted))
             drafted += 1
             whole = whole and random.random() < sure
             kept += whole
@@ -92,7 +92,7 @@ def test_costs_are_learned() -> None:
     pace = Auto(LONGEST)
     rate(pace, 0.01, lambda width: 0.03 + 0.002 * width, mixed, first_s=0.004)
     assert (pace.drafts.begin(), pace.drafts.token()) == pytest.approx((0.004, 0.01))
-    assert pace.checks.line() == pytest.approx((0.03, 0.002))
+    assert pace.checks.slopes(np.array([1.5, 4.5])) == pytest.approx((0.002, 0.002))
     assert pace._plain_rate() == pytest.approx(1 / 0.032)
 
 
@@ -119,13 +119,13 @@ def rate_of_guesses(pace: Pace, chance: float, check_s: Callable[[int], float], 
     for _ in range(rounds):
         most, drafted, steps_s, width, goes_on = pace.begin(LONGEST), 0, 0.0, 0, True
         while goes_on and drafted < most:
-            guesses = pace.guesses(chance, min(most - drafted - 1, 8)) if most - drafted > 1 else 0
+            guesses = pace.guesses(chance, min(most - drafted - 1, 7)) if most - drafted > 1 else 0
             right = 0
             while right < guesses and random.random() < chance:
                 right += 1
             again = width == 1 + guesses
             step_s = 0.01 + 0.002 * guesses + 0.002 * (not again)
-            pace.step(guesses, step_s, again=again)
+            pace.step(Step(guesses, again), step_s)
             width, steps_s = 1 + guesses, steps_s + step_s
             for place in range(right + 1):
                 drafted += 1
@@ -165,7 +165,7 @@ def test_cheap_guesses_do_not_make_a_draft_token_cheap() -> None:
     pace = Auto(LONGEST)
     rate_of_guesses(pace, 0.6, lambda width: 0.03)
     for again in (False, True, True):
-        pace.step(0, 0.01 + 0.002 * (not again), again=again)
+        pace.step(Step(0, again), 0.01 + 0.002 * (not again))
     assert pace.drafts.token() == pytest.approx(0.01)
 
 
@@ -183,7 +183,7 @@ def test_a_copy_goes_on_where_a_lone_token_would_not() -> None:
     """After a step whose guesses were all right, tokens cost what its tokens did."""
     pace = Auto(LONGEST)
     rate(pace, 0.03, lambda width: 0.03 + 0.001 * width, mixed)
-    pace.step(7, 0.036, again=False)
+    pace.step(Step(7, again=False), 0.036)
     assert pace.drafts.copied(7) == pytest.approx(0.0045)
     pace.begin(LONGEST)
     assert pace.goes_on(lambda: 0.9, made=False, copied=7)
@@ -197,7 +197,41 @@ def test_what_surrounds_a_draft_counts_before_its_first_token() -> None:
     for _ in range(20):
         pace.begin(LONGEST)
         for again in (False, True):
-            pace.step(0, 0.01, again=again)
+            pace.step(Step(0, again), 0.01)
         pace.end(2, 0.02 + 0.05, 0.03)
         pace.outcome(2)
     assert pace.drafts.begin() == pytest.approx(0.05)
+
+
+def test_a_stall_at_first_is_forgotten() -> None:
+    """The very first step after another one takes half a second; drafting comes back nonetheless."""
+    pace = Auto(LONGEST)
+    pace.begin(LONGEST)
+    pace.step(Step(0, again=False), 0.012)
+    pace.step(Step(0, again=True), 0.5)
+    pace.end(2, 0.512, 0.03)
+    pace.outcome(2)
+
+    def check_s(width: int) -> float:
+        return 0.032 + 0.002 * width
+
+    assert rate(pace, 0.01, check_s, certain) > 0.9 * rate(Fixed(LONGEST), 0.01, check_s, certain)
+
+
+def test_guesses_are_tried_where_tokens_of_their_own_do_not_pay() -> None:
+    """Drafts as slow as checks, and a copy: guesses alone pay, and are found out by the tries after each rest."""
+    assert rate_of_guesses(Auto(LONGEST), 1.0, lambda width: 0.008, 2000) > 1.5 / 0.008
+
+
+def test_a_step_that_took_in_a_prompt_does_not_count() -> None:
+    """What a drafter spends on the text itself is no cost of guesses."""
+    pace = Auto(LONGEST)
+    pace.step(Step(7, again=False, usual=False), 5.0)
+    assert not pace.drafts.known
+    pace.step(Step(7, again=False), 0.02)
+    assert pace.drafts.copied(7) == pytest.approx(0.0025)
+
+
+@pytest.mark.parametrize(("chance", "count"), [(0.3, 0), (0.5, 7)])
+def test_fixed_drafts_take_guesses_that_are_mostly_right(chance: float, count: int) -> None:
+    assert Fixed(8).guesses(chance, 7) == count

@@ -12,6 +12,7 @@ import twofold
 from twofold import errors
 from twofold.decoder import Decoder
 from twofold.engine import Engine
+from twofold.pace import Fixed
 from twofold.propose import Lookup, Model, Worth
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47, 48, 49] * 3
@@ -62,7 +63,7 @@ def test_useless_lengths_rest_and_come_back() -> None:
     lookup, text = Lookup(), [1, 2, 3, 4, 5, 1, 2, 3, 4]
     asked = []
     for _ in range(200):
-        guesses = lookup.propose(text, [], lambda chance: int(chance > 0.4))
+        guesses = lookup.propose(text, [], lambda chance: Fixed(2).guesses(chance, 1))
         asked.append(bool(guesses))
         lookup.outcome(len(guesses), 0)
     assert asked[:5] == [True] * 5
@@ -113,7 +114,7 @@ class Scripted:
     """Guesses what it is told, and writes down how it did."""
 
     def __init__(self, guesses: list[int]) -> None:
-        self.guesses, self.outcomes = guesses, list[tuple[int, int]]()
+        self.guesses, self.outcomes, self.late = guesses, list[tuple[int, int]](), 0
 
     def propose(self, text: Any, drafted: Any, worth: Worth) -> list[int]:
         """Return the guesses."""

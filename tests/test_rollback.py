@@ -126,6 +126,8 @@ def test_guesses_of_repeated_text(llm: twofold.Llama) -> None:
     class Parrot:
         """Guesses the text, with a mistake after two tokens."""
 
+        late = 0
+
         def propose(self, text: Any, drafted: Any, worth: Any) -> list[int]:
             at = len(text) + len(drafted) - len(prompt)
             return [*plain[at : at + 2], 7, 7][: worth(1.0)]

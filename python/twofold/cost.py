@@ -55,7 +55,7 @@ class Load(_Added):
     gpu, cpu
         base and whole matrices in VRAM and in RAM.
     split
-        the part of `gpu` that is the base of a residual.
+        the part of `gpu` that is the base of a residual and overlaps with it: no experts.
     beside, within
         residual of matrices whose base is in VRAM, and in RAM.
     gpu_layers, cpu_layers

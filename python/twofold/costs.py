@@ -50,20 +50,6 @@ class Costs:
         found = np.flatnonzero(self._weight)
         return float(self._mean[found[0]]) if len(found) else 0.0
 
-    def line(self) -> tuple[float, float]:
-        """Return seconds at no tokens and for each token, of a line through all numbers, since each is noisy."""
-        found = np.flatnonzero(self._weight)
-        if not len(found):
-            return 0.0, 0.0
-        weight, mean = self._weight[found], self._mean[found]
-        middle, height = np.average(found, weights=weight), np.average(mean, weights=weight)
-        away = found - middle
-        spread = float((weight * away) @ away)
-        if spread == 0.0:
-            return 0.0, float(height / middle)
-        slope = min(max(float((weight * away) @ mean) / spread, 0.0), float(height / middle))
-        return float(height - slope * middle), slope
-
     def slopes(self, places: np.ndarray) -> np.ndarray:
         """Return seconds for one token more at each place, of lines through what was measured near it.
 
@@ -71,7 +57,7 @@ class Costs:
         """
         found = np.flatnonzero(self._weight)
         if len(found) < 2:
-            return np.full(len(places), self.line()[1] if len(found) else 0.0)
+            return np.full(len(places), float(self._mean[found[0]]) / found[0] if len(found) else 0.0)
         near = self._weight[found] * np.exp(-(((found - places[:, None]) / _NEAR) ** 2)) + _FAR
         away = found - ((near @ found) / near.sum(axis=1))[:, None]
         return np.asarray(np.maximum((near * away) @ self._mean[found] / (near * away**2).sum(axis=1), 0.0))
@@ -84,11 +70,12 @@ class DraftCosts:
     """
 
     _FIRST, _NEXT, _AROUND = range(3)
-    _TRIED, _TRIES = (8, 4, 2), 2
+    _TRIED, _TRIES = (7, 4, 2), 2
 
     def __init__(self, most_guesses: int) -> None:
         self._single = Costs(2)
         self._guessed = Costs(most_guesses)
+        self._asked = dict.fromkeys(self._TRIED, 0)  # there may be fewer guesses than asked for
 
     @property
     def known(self) -> bool:
@@ -107,8 +94,9 @@ class DraftCosts:
         self._single.add(self._AROUND, seconds)
 
     def token(self) -> float:
-        """Return the seconds of one token after another."""
-        return self._single[self._NEXT] or self._single[self._FIRST]
+        """Return the seconds of one token after another; the first is dearer, but measured more often."""
+        first, following = self._single[self._FIRST], self._single[self._NEXT]
+        return min(first, following) if first and following else first or following
 
     def copied(self, guesses: int) -> float:
         """Return the seconds of a token if so many guesses are right."""
@@ -131,7 +119,8 @@ class DraftCosts:
         if not self._single.times(self._NEXT) or most < 1:
             return 0
         for count in self._TRIED:
-            if count <= most and self._guessed.times(count) < self._TRIES:
+            if count <= most and self._asked[count] < self._TRIES:
+                self._asked[count] += 1
                 return count
         counts = np.arange(1, most + 1)
         saved = np.cumsum(chance**counts) * self.token()

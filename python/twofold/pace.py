@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +28,23 @@ _FIRST_REST, _LONGEST_REST = 16, 128  # plain rounds before drafting is tried ag
 _REFRESH = 256  # rounds after which plain decoding is measured again
 
 
+@dataclass(frozen=True)
+class Step:
+    """A step of a draft: the last token and so many guesses decoded by the base.
+
+    Attributes
+    ----------
+    again
+        after a step of just as many.
+    usual
+        whether its time tells of others.
+    """
+
+    guesses: int
+    again: bool
+    usual: bool = True
+
+
 class Pace(Protocol):
     """Decides how many tokens are drafted."""
 
@@ -36,8 +54,8 @@ class Pace(Protocol):
     def guesses(self, chance: float, most: int) -> int:
         """Return how many guesses the base should check at once, if each is right so probably; at most `most`."""
 
-    def step(self, guesses: int, seconds: float, *, again: bool) -> None:
-        """Take the seconds of a step of the draft, with so many guesses; `again` after one with just as many."""
+    def step(self, step: Step, seconds: float) -> None:
+        """Take the seconds of a step of the draft."""
 
     def goes_on(self, confidence: Callable[[], float], *, made: bool, copied: int = 0) -> bool:
         """Whether to draft another after a token of this probability (asked for only if it matters).
@@ -54,7 +72,9 @@ class Pace(Protocol):
 
 
 class Fixed:
-    """Always the same number."""
+    """Always the same number, with all guesses that are right often enough."""
+
+    _USEFUL = 0.4
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -64,10 +84,10 @@ class Fixed:
         return min(self._length, most)
 
     def guesses(self, chance: float, most: int) -> int:
-        """Return `most`."""
-        return most
+        """Return `most`, none if they are mostly wrong."""
+        return most if chance >= self._USEFUL else 0
 
-    def step(self, guesses: int, seconds: float, *, again: bool) -> None:
+    def step(self, step: Step, seconds: float) -> None:
         """Nothing to learn."""
 
     def goes_on(self, confidence: Callable[[], float], *, made: bool, copied: int = 0) -> bool:
@@ -103,6 +123,7 @@ class Auto:
         self._path = 1.0
         self._round = 0
         self._rest, self._resting = _FIRST_REST, 0
+        self._paid = False  # whether the last draft was worth its time
         self._seconds_of_round = 0.0
         self._seconds_of_steps = 0.0
         # What follows from the above, once a round, since questions come with every token.
@@ -125,10 +146,10 @@ class Auto:
             return 0
         if self._resting:
             self._resting -= 1
-            return 0 if self._resting else min(1, most)
+            return 0 if self._resting else most
         if not self.drafts.known:
             return min(2, most)
-        if not self._some_length_pays():
+        if not self._paid and not self._some_length_pays():
             self._resting = self._rest
             self._rest = min(2 * self._rest, _LONGEST_REST)
             return 0
@@ -139,10 +160,11 @@ class Auto:
         """Return as many as save most time, none if none saves any."""
         return self.drafts.best_guesses(chance, most)
 
-    def step(self, guesses: int, seconds: float, *, again: bool) -> None:
+    def step(self, step: Step, seconds: float) -> None:
         """Take the seconds of a step."""
         self._seconds_of_steps += seconds
-        self.drafts.add(guesses, seconds, again=again)
+        if step.usual:
+            self.drafts.add(step.guesses, seconds, again=step.again)
 
     def goes_on(self, confidence: Callable[[], float], *, made: bool, copied: int = 0) -> bool:
         """Whether the next draft token is worth its time, after one of this confidence."""
@@ -175,6 +197,7 @@ class Auto:
     def end(self, drafted: int, draft_s: float, check_s: float) -> None:
         """Take the seconds of a round."""
         self._seconds_of_round = draft_s + check_s
+        self._paid = False
         if drafted:
             self.drafts.add_around(max(draft_s - self._seconds_of_steps, 0.0))
         self.checks.add(drafted + 1, check_s)
@@ -191,6 +214,7 @@ class Auto:
             self._tries[found] += 1.0
             self._kept[found] += float(place < kept)
         self._tries, self._kept = _with_prior(self._tries, self._kept)
+        self._paid = kept > 0 and kept + 1 > self._plain_rate() * self._seconds_of_round
         self._tokens = self._tokens * (1 - _SMOOTH) + (kept + 1) * _SMOOTH
         self._seconds = self._seconds * (1 - _SMOOTH) + self._seconds_of_round * _SMOOTH
 

@@ -201,7 +201,8 @@ def _add_split(total: _Total, matrix: Matrix, how: tuple[Base, GgmlType, int], m
     sums = _sums(matrix, size, matrix.weights / rate)
     added = _sums(matrix, residual_bytes(matrix, bits), matrix.weights / machine.residual_rate[bits])
     if on_gpu:
-        total.gpu, total.split, total.beside = total.gpu + sums, total.split + sums, total.beside + added
+        total.gpu, total.beside = total.gpu + sums, total.beside + added
+        total.split += sums if matrix.experts == 1 else Sums()  # which experts are chosen is known too late to begin
     else:
         total.cpu, total.within = total.cpu + sums, total.within + added
     lost = base.loss_of(kind)
@@ -217,8 +218,9 @@ def _add_crossing(total: _Total, split: Sequence[Matrix]) -> None:
     inputs: dict[str, int] = {}
     for matrix in split:
         stem = matrix.name.removesuffix(".weight").rpartition(".")[2]
-        inputs[sharing.get(stem, stem)] = matrix.width
-        total.crossing += RESULT_COPIES * matrix.rows
+        used = max(1, round(matrix.experts * matrix.used))  # experts, each with a result of its own
+        inputs[sharing.get(stem, stem)] = matrix.width * (used if "down" in stem else 1)
+        total.crossing += RESULT_COPIES * matrix.rows * used
     total.crossing += sum(inputs.values())
     total.fetches += len(inputs) + RESULT_COPIES * len(split)
 

@@ -245,7 +245,7 @@ def assumptions(found: Plan) -> list[str]:
     low, high = options.acceptance.range
     power = f"{cost.SMOOTH:g}"
     overlap = (
-        "the CPU multiplies the residual while the GPU multiplies its base (--sequential: then)"
+        "the CPU multiplies the residual while the GPU multiplies its base (--sequential: afterwards)"
         if options.overlap
         else "the GPU multiplies the base, then the CPU the residual"
     )

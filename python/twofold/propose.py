@@ -13,7 +13,7 @@ from twofold.decoder import BaseLlama, Decoder
 
 NGRAM = "ngram"
 MATCHES = (4, 3, 2)  # lengths of repeated text that are looked for, the longest first
-MOST = 8  # guesses at once: what a CPU checks in one block of columns
+MOST = 7  # guesses at once: with the token before them what a CPU checks in one block of columns
 _SMOOTH = 0.15  # share of the latest guess in a running chance
 _FORGIVE = 0.004  # added to a chance each time that it was too small
 
@@ -21,7 +21,15 @@ Worth: TypeAlias = Callable[[float], int]  # guesses that pay, by the chance of 
 
 
 class Proposer(Protocol):
-    """Guesses how a text goes on."""
+    """Guesses how a text goes on.
+
+    Attributes
+    ----------
+    late
+        tokens of the text that were taken in for the last guesses: a prompt is no part of what guesses cost.
+    """
+
+    late: int
 
     def propose(self, text: Sequence[int], drafted: Sequence[int], worth: Worth) -> list[int]:
         """Return tokens that may follow `text` and `drafted`, at most as many as pay; none is always right."""
@@ -54,6 +62,8 @@ class Lookup:
 
     The chance that a guess is right is kept by the length of the repetition.
     """
+
+    late = 0  # that costs nothing here
 
     def __init__(self) -> None:
         self._text: list[int] = []
@@ -97,9 +107,11 @@ class Model:
         self._decoder: Decoder = self._llama._decoder
         self._cached: list[int] = []
         self._chance = _Chance()
+        self.late = 0
 
     def propose(self, text: Sequence[int], drafted: Sequence[int], worth: Worth) -> list[int]:
         """Return its most likely continuation."""
+        self.late = 0
         most = self._chance.worth(worth)
         if not most:
             return []
@@ -110,7 +122,9 @@ class Model:
                 break
             keep += 1
         keep = self._decoder.keep(keep)
+        self._cached = tokens[:keep]
         if keep < len(text):  # what is drafted, and guessed, may be taken back
+            self.late = len(text) - keep
             keep = self._feed(tokens[keep : len(text)], keep)
             self._decoder.mark()
         fresh, guesses = tokens[keep:], list[int]()

@@ -13,8 +13,8 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+from twofold import pace
 from twofold.decoder import Decoder
-from twofold.pace import Pace
 from twofold.propose import MOST, Proposer
 
 
@@ -32,7 +32,7 @@ class Drafting:
         guesses for the base to check, and the text that they go by, `last` included.
     """
 
-    pace: Pace
+    pace: pace.Pace
     sampler: Any = None
     proposer: Proposer | None = None
     text: Sequence[int] = ()
@@ -71,9 +71,12 @@ def draft(decoder: Decoder, last: int, position: int, length: int, how: Drafting
                 goes_on = how.pace.goes_on(confidence, made=place < len(made), copied=copied)
                 if not goes_on:
                     break
+            late = 0
             if guesses and how.proposer is not None:
+                late = how.proposer.late
                 how.proposer.outcome(len(guesses), len(made) - 1)
-            how.pace.step(len(guesses), perf_counter() - begun, again=width == 1 + len(guesses))
+            step = pace.Step(len(guesses), again=width == 1 + len(guesses), usual=late <= 2 * MOST)
+            how.pace.step(step, perf_counter() - begun)
             width = 1 + len(guesses)
     return tokens
 
