@@ -144,7 +144,7 @@ def log_softmax(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("binary", "least"), [(SERVER, 8), (BUILT, 10)], ids=["prebuilt", "built"])
+@pytest.mark.parametrize(("binary", "least"), [(SERVER, 8), (BUILT, 10)], ids=["prebuilt", "source"])
 def test_greedy_tokens_and_kld(
     tiny_pair: Path, merged: Path, tmp_path: Path, device: str, binary: Path, least: int
 ) -> None:
