@@ -4,7 +4,7 @@
 #include "kernel_avx512.h"
 
 enum { PANELS = TF_WIDE_PANELS, CHUNK = 64, PASS = 4, PIECE = 256, LONGEST_GROUP = 1024, UNIT = 4 * PANELS * CHUNK };
-enum { AHEAD = 20 }; /* units that are fetched early; 16 and 32 are up to 10 % slower */
+enum { AHEAD = 20 }; /* units that are fetched early; 12 to 32 differ by less than runs do */
 
 /* A piece of the width: whole groups, of about PIECE inputs. */
 typedef struct piece {
@@ -52,7 +52,7 @@ INLINE void add_block(const uint8_t *codes, const int8_t *q, int64_t stride, con
 }
 
 /* What a pass unpacks of the next piece beside each 32 inputs: one or both units of a panel. A burst of stores would
- * stop the products (two of 64 bytes cost as much as three of these), one now and then is free. */
+ * stop the products (docs/log.md), one now and then is nearly free. */
 typedef struct feed {
     const streams *p;
     int64_t unit, left;
