@@ -161,6 +161,24 @@ def test_runtime_is_the_pair_as_twofold_runs_it(rows: list[Row], settings: Setti
         assert 0.9 * exactly["kld_mean"] < really["kld_mean"] < 1.1 * exactly["kld_mean"] + 2e-3
 
 
+def test_a_narrow_batch_scores_the_same_tokens(rows: list[Row], settings: Settings, monkeypatch: Patch) -> None:
+    widths: set[int] = set()
+    scored = windows.scored_logits
+
+    def watch(llama: Any, *arguments: Any, draft: bool) -> Any:
+        for position, logits in scored(llama, *arguments, draft=draft):
+            widths.add(len(logits))
+            yield position, logits
+
+    monkeypatch.setattr(evaluate, "scored_logits", watch)
+    narrow = replace(settings, modes=("runtime",), compare=[], texts=settings.texts[:1], bits=(8,), batch=5)
+    (row,) = [found.values for found in evaluate.evaluate(narrow) if found.values["text"] == "code"][1:]
+    assert max(widths) == 5
+    wide = pick(rows, "r8", "runtime", "code")
+    assert row["tokens"] == wide["tokens"]
+    assert row["kld_mean"] == pytest.approx(wide["kld_mean"], rel=0.2)
+
+
 def test_the_reference_against_itself_is_the_noise_floor(settings: Settings, other: Path) -> None:
     half = replace(settings, reference=other, compare=[other])
     found = evaluate.evaluate(replace(half, modes=("exact",), texts=settings.texts[:1]))

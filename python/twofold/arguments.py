@@ -16,6 +16,7 @@ from twofold.prompts import BY_NAME, COPY, KINDS, RANDOM
 from twofold.server import run as server
 from twofold.terminal import AUTO, NEVER, WHEN
 from twofold.whole import TYPES as WHOLE_TYPES
+from twofold.windows import BATCH
 
 Parsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -254,7 +255,10 @@ def _add_eval(parsers: Parsers) -> None:
     cache = "do not keep the reference's logits (kept in $TWOFOLD_CACHE/eval, by default ~/.cache/twofold/eval)"
     add("--no-cache", action="store_true", help=cache)
     add("--threads", type=_number(int, 1), metavar="N", help="default: one for each core")
-    add("--gpu-layers", type=_number(int, -1), default=0, metavar="N", help="layers in VRAM, runtime only (default: 0)")
+    layers = "layers in VRAM, runtime only (default: 0; llama.cpp then still sends batches of 32 and more to a GPU)"
+    add("--gpu-layers", type=_number(int, -1), default=0, metavar="N", help=layers)
+    batch = f"tokens of a decode, runtime only: kernels differ by it (default: {BATCH})"
+    add("--batch", type=_number(int, 1), default=BATCH, metavar="N", help=batch)
     add("--json", metavar="FILE", help="write rows and metadata as JSON")
     add("--plot", metavar="FILE", help="draw KLD against bits a weight in RAM (needs twofold[plot])")
     add("--progress", action="store_true", help="show the progress bar even if stderr is no terminal")

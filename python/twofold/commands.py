@@ -147,6 +147,7 @@ def evaluate(arguments: Namespace) -> int:
         scratch=Path(arguments.scratch) if arguments.scratch else cache / "scratch",
         threads=arguments.threads or physical_cores(),
         gpu_layers=arguments.gpu_layers,
+        batch=arguments.batch,
     )
     out, picture = _path(arguments.json), _path(arguments.plot)
     results.check_outputs(out, picture)

@@ -12,6 +12,7 @@ from twofold.decoder import physical_cores
 from twofold.evalcache import cache_root
 from twofold.pairfile import Pair, base_path, open_pair, residual_bytes
 from twofold.source import Source
+from twofold.windows import BATCH
 
 MODES = ("exact", "runtime")
 REFERENCE = "reference"
@@ -39,6 +40,8 @@ class Settings:
         folder for float32 copies of models.
     threads, gpu_layers
         of llama.cpp; ``exact`` never uses a GPU.
+    batch
+        tokens of a decode of ``runtime``: kernels differ by it, on devices above all.
     """
 
     pairs: list[Path]
@@ -53,6 +56,7 @@ class Settings:
     scratch: Path = field(default_factory=lambda: cache_root() / "scratch")
     threads: int = field(default_factory=physical_cores)
     gpu_layers: int = 0
+    batch: int = BATCH
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ def metadata(settings: Settings, command: list[str]) -> dict[str, Any]:
         "kernel": about["kernel"],
         "threads": settings.threads,
         "gpu_layers": settings.gpu_layers,
+        "batch": settings.batch,
         "reference": str(settings.reference),
         "pairs": [str(path) for path in settings.pairs],
         "compare": [str(path) for path in settings.compare],

@@ -109,11 +109,11 @@ def _load(path: Path, **arguments: Any) -> BaseLlama:
         raise errors.UnsupportedError(f"{path}: llama.cpp cannot load this model ({error})") from error
 
 
-def _arguments(settings: Settings) -> dict[str, Any]:
+def _arguments(settings: Settings, batch: int) -> dict[str, Any]:
     return {
         "n_ctx": settings.ctx,
-        "n_batch": BATCH,
-        "n_ubatch": BATCH,
+        "n_batch": batch,
+        "n_ubatch": batch,
         "n_threads": settings.threads,
         "n_threads_batch": settings.threads,
     }
@@ -125,7 +125,7 @@ def _exact(run: _Run, path: Path, pair: Pair | None = None, bits: int = 0) -> It
     single = ggml_type("f32").id
     off = {"n_gpu_layers": 0, "offload_kqv": False, "op_offload": False, "flash_attn": False}
     with float32_file(path, run.settings.scratch, pair=pair, bits=bits, progress=run.progress) as copy:
-        arguments = _arguments(run.settings) | off | {"type_k": single, "type_v": single}
+        arguments = _arguments(run.settings, BATCH) | off | {"type_k": single, "type_v": single}
         with closing(_load(copy, **arguments)) as llama:
             yield llama
 
@@ -193,7 +193,10 @@ def _run_exact(run: _Run, subject: Subject) -> dict[str, Scores]:
 
 
 def _run_as_it_runs(run: _Run, subject: Subject) -> dict[str, Scores]:
-    arguments = _arguments(run.settings) | {"n_gpu_layers": run.settings.gpu_layers, "flash_attn": True}
+    arguments = _arguments(run.settings, run.settings.batch) | {
+        "n_gpu_layers": run.settings.gpu_layers,
+        "flash_attn": True,
+    }
     if subject.pair is None:
         with closing(_load(subject.path, **arguments)) as llama:
             return _measure(run, llama)

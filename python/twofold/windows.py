@@ -13,7 +13,7 @@ from twofold import errors
 from twofold._native import Floats
 from twofold.decoder import opening
 
-BATCH = 128  # tokens of one decode: so many rows of logits are in memory at a time
+BATCH = 128  # tokens of one decode by default: so many rows of logits are in memory at a time
 BUNDLED = Path(__file__).parent / "data" / "texts"
 SCORING = (
     "each text is cut into windows of ctx tokens, the first a beginning-of-text token if the model uses one; each "
@@ -123,7 +123,7 @@ def scored_logits(
     Parameters
     ----------
     llama
-        A model whose batch and micro-batch are ``BATCH`` or more.
+        A model; so many tokens are decoded at a time as its batch holds.
     window, first
         tokens, and the first position that is scored.
     draft
@@ -138,8 +138,8 @@ def scored_logits(
     decoder = llama.decoder
     decoder.truncate(0)
     with decoder.drafting() if draft else nullcontext():
-        for at in range(0, len(window), BATCH):
-            batch = window[at : at + BATCH]
+        for at in range(0, len(window), llama.n_batch):
+            batch = window[at : at + llama.n_batch]
             begin, end = max(first - at, 0), min(len(batch), len(window) - 1 - at)
             decoder.decode(batch, at, all_rows=begin < end)
             if begin < end:
