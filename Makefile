@@ -41,4 +41,4 @@ format: install
 	$(BIN)/clang-format -i csrc/*.c csrc/*.h tests/c/*.c tests/c/*.h
 
 clean:
-	rm -rf build $(VENV) .stock .vulkan wheels-vulkan
+	rm -rf build $(VENV) .stock .vulkan wheels wheels-vulkan

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compare greedy texts of an unmodified llama-server with the plugin to those of `twofold.Llama`.
 
-python scripts/compare_stock.py .stock-built/build/bin/llama-server model.base.gguf -n 64 [--device Vulkan0]
+python scripts/compare_stock.py build/llama-cpp/cmake/bin/llama-server model.base.gguf -n 64 [--device Vulkan0]
 
 Prompts are the first tokens of the package's prompts. Where texts part, the margin of the two tokens' logits is shown:
 near-ties are decided by rounding, which another version of ggml does otherwise.

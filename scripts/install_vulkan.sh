@@ -31,9 +31,8 @@ fi
 test -x "$venv/bin/python" || python3 -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet "scikit-build-core>=0.10" "cffi>=2.1" cmake ninja
 if ! ls "$wheels"/llama_cpp_python-0.3.36-*.whl >/dev/null 2>&1; then
-    CMAKE_ARGS="-DGGML_VULKAN=ON -DGGML_RPC=ON -DVulkan_INCLUDE_DIR=$headers/usr/include" \
-        "$venv/bin/python" -m pip wheel --quiet --no-cache-dir --no-deps --no-binary llama-cpp-python \
-        --wheel-dir "$wheels" llama-cpp-python==0.3.36
+    scripts/build_llama_cpp.sh "$venv/bin/python" "$wheels" -DGGML_VULKAN=ON -DGGML_RPC=ON \
+        "-DVulkan_INCLUDE_DIR=$headers/usr/include"
 fi
 "$venv/bin/python" -m pip install --quiet "$wheels"/llama_cpp_python-0.3.36-*.whl
 "$venv/bin/python" -m pip install --quiet --no-build-isolation ".[test]"

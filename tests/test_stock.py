@@ -30,7 +30,7 @@ pytestmark = pytest.mark.stock
 
 ROOT = Path(__file__).parents[1]
 SERVER = ROOT / ".stock" / "bin" / "llama-server-vulkan"  # prebuilt
-BUILT = ROOT / ".stock-built" / "build" / "bin" / "llama-server"  # with the ggml that llama_cpp uses
+BUILT = ROOT / "build" / "llama-cpp" / "cmake" / "bin" / "llama-server"  # with the ggml that llama_cpp uses
 PROMPTS = [
     "the people would have there", "about which", "into the good year", "know def self return", "10 20 10",
     "print import print", "people people people", "a good year for the people", "== -> ()", "would they know",
