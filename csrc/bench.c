@@ -5,48 +5,90 @@
 
 #include "engine_state.h"
 
-static tf_status bench_product(const tf_planes *matrices, int32_t count, const tf_kernel *kernel, tf_pool *pool,
-                               const float *x, int64_t n, float *out, int32_t repeats, double *seconds) {
+/* Matrices that take turns; either part may be missing. */
+typedef struct bench_matrices {
+    const tf_planes *residuals;
+    tf_base *bases;
+    int32_t count;
+    int64_t rows, width;
+} bench_matrices;
+
+static tf_status check_shapes(const bench_matrices *m, const tf_base_data *bases) {
+    for (int32_t i = 0; i < m->count; i++) {
+        const tf_status status = m->residuals != NULL ? tf_check_planes(&m->residuals[i]) : TF_OK;
+        if (status != TF_OK) {
+            return status;
+        }
+        if ((m->residuals != NULL && (m->residuals[i].rows != m->rows || m->residuals[i].width != m->width)) ||
+            (bases != NULL && (bases[i].rows != m->rows || bases[i].width != m->width))) {
+            return tf_fail(TF_ERR_ARGUMENT, "the matrices have different shapes");
+        }
+    }
+    return TF_OK;
+}
+
+static tf_status build_bases(bench_matrices *m, const tf_base_data *data, tf_pool *pool) {
+    m->bases = calloc((size_t)m->count, sizeof *m->bases);
+    tf_status status = m->bases != NULL ? TF_OK : tf_fail(TF_ERR_MEMORY, "no memory for %d bases", m->count);
+    for (int32_t i = 0; i < m->count && status == TF_OK; i++) {
+        status = tf_base_build(&m->bases[i], data[i].type, m->rows, m->width, data[i].data, pool);
+    }
+    return status;
+}
+
+static void free_bases(bench_matrices *m) {
+    for (int32_t i = 0; i < m->count && m->bases != NULL; i++) {
+        tf_base_free(&m->bases[i]);
+    }
+    free(m->bases);
+}
+
+static tf_status bench_product(const bench_matrices *m, const tf_kernel *kernel, tf_pool *pool, const float *x,
+                               int64_t n, float *out, int32_t repeats, double *seconds) {
     tf_activations a = {0};
-    tf_activations_shape(&a, n, matrices->width, matrices->group, matrices->bits, kernel->max_columns);
+    const tf_planes *r = m->residuals;
+    tf_activations_shape(&a, n, m->width, r != NULL ? r->group : 32, r != NULL ? r->bits : 8, kernel->max_columns);
     tf_status status = tf_activations_reserve(&a);
-    for (int32_t r = 0; r < repeats && status == TF_OK; r++) {
+    for (int32_t at = 0; at < repeats && status == TF_OK; at++) {
         const double start = tf_now();
         tf_quantize_columns(pool, kernel, &a, x);
-        const tf_product product = {
-            .has_residual = true, .residual = matrices[r % count], .x = &a, .out = out, .stride = matrices->rows};
+        const tf_product product = {.has_residual = r != NULL,
+                                    .residual = r != NULL ? r[at % m->count] : (tf_planes){0},
+                                    .base = m->bases != NULL ? &m->bases[at % m->count] : NULL,
+                                    .x = &a,
+                                    .out = out,
+                                    .stride = m->rows};
         status = tf_products_run(pool, kernel, &product, 1);
-        seconds[r] = tf_now() - start;
+        seconds[at] = tf_now() - start;
     }
     tf_activations_free(&a);
     return status;
 }
 
-tf_status tf_bench_matmul(const tf_planes *matrices, int32_t count, const char *kernel_name, int32_t threads,
-                          const float *x, int64_t n, float *out, int32_t repeats, double *seconds) {
+tf_status tf_bench_matmul(const tf_planes *residuals, const tf_base_data *bases, int32_t count, const char *kernel_name,
+                          int32_t threads, const float *x, int64_t n, float *out, int32_t repeats, double *seconds) {
     const tf_kernel *kernel = tf_kernel_find(kernel_name);
     if (kernel == NULL) {
         return TF_ERR_ARGUMENT;
     }
-    if (count < 1 || n < 1 || repeats < 1) {
+    if ((residuals == NULL && bases == NULL) || count < 1 || n < 1 || repeats < 1) {
         return tf_fail(TF_ERR_ARGUMENT, "matrices, columns and repeats are needed");
     }
-    for (int32_t i = 0; i < count; i++) {
-        const tf_planes *m = &matrices[i];
-        const tf_status status = tf_check_planes(m);
-        if (status != TF_OK) {
-            return status;
-        }
-        if (m->rows != matrices->rows || m->width != matrices->width) {
-            return tf_fail(TF_ERR_ARGUMENT, "the matrices have different shapes");
-        }
+    bench_matrices m = {.residuals = residuals,
+                        .count = count,
+                        .rows = residuals != NULL ? residuals->rows : bases->rows,
+                        .width = residuals != NULL ? residuals->width : bases->width};
+    tf_pool *pool = NULL;
+    tf_status status = check_shapes(&m, bases);
+    status = status != TF_OK ? status : tf_pool_new(threads, &pool);
+    if (status == TF_OK && bases != NULL) {
+        status = build_bases(&m, bases, pool);
     }
-    tf_pool *pool;
-    tf_status status = tf_pool_new(threads, &pool);
     if (status == TF_OK) {
-        status = bench_product(matrices, count, kernel, pool, x, n, out, repeats, seconds);
-        tf_pool_free(pool);
+        status = bench_product(&m, kernel, pool, x, n, out, repeats, seconds);
     }
+    free_bases(&m);
+    tf_pool_free(pool);
     return status;
 }
 

@@ -7,7 +7,7 @@
  *
  * Every function that returns tf_status leaves a message for tf_error() when it is not TF_OK. */
 
-enum { TF_ABI = 6 };
+enum { TF_ABI = 7 };
 
 typedef enum tf_status {
     TF_OK = 0,
@@ -148,9 +148,10 @@ tf_status tf_matmul(const tf_planes *residual, const tf_base_data *base, const c
 
 /* ---- timing (scripts/bench_kernels.py) ------------------------------------------------------ */
 
-/* repeats products out = R x, with the matrices taking turns; seconds: [repeats]. */
-tf_status tf_bench_matmul(const tf_planes *matrices, int32_t count, const char *kernel, int32_t threads, const float *x,
-                          int64_t n, float *out, int32_t repeats, double *seconds);
+/* repeats products out = (B + R) x, with `count` matrices of one shape taking turns; residuals or bases may be NULL.
+ * seconds: [repeats], without rearranging the base. */
+tf_status tf_bench_matmul(const tf_planes *residuals, const tf_base_data *bases, int32_t count, const char *kernel,
+                          int32_t threads, const float *x, int64_t n, float *out, int32_t repeats, double *seconds);
 /* Reads all bytes, `repeats` times; seconds: [repeats]. */
 tf_status tf_bench_read(const void *data, size_t bytes, int32_t threads, int32_t repeats, double *seconds);
 /* Best rate of the kernel's multiply-add instruction on registers, two operations a multiply-add. */

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time the residual kernels and ggml's mul_mat in one run, as shares of what this machine can read.
+"""Time the kernels of residuals and bases, and ggml's mul_mat, in one run, as shares of what this machine can read.
 
 For each shape, format and number of columns: milliseconds (median), 99th percentile, GB/s of weights, share of the
 read bandwidth probed beside it, and for wide products the share of the peak rate of byte dot products. Matrices take
@@ -15,6 +15,7 @@ import platform
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -24,6 +25,7 @@ from ggml_matmul import GgmlMatmul
 from twofold import blocks, timing
 from twofold.decoder import physical_cores
 from twofold.llama_log import quiet_log
+from twofold.machine import KERNEL_TYPES
 
 SHAPES = {
     "1.5b-ffn_up": (8960, 1536),
@@ -108,43 +110,61 @@ class Bench:
         )
 
 
-def residual_rows(bench: Bench, shape: str, columns: list[int]) -> list[Row]:
-    """Time r4, r6 and r8."""
+def residuals(shape: str, count: int) -> list[blocks.Planes]:
+    """Return residuals of 8 bits with codes at random."""
     m, k = SHAPES[shape]
     rng = np.random.default_rng(1)
     parts = {
         name: rng.integers(0, 256, blocks.plane_bytes(m, k, GROUP, name), np.uint8) for name in blocks.part_names(8)
     }
     parts["scales"] = np.full(parts["scales"].size // 2, np.float16(0.01)).view(np.uint8)
-    matrices = [
-        blocks.Planes(m, k, GROUP, 8, **{name: data.copy() for name, data in parts.items()})
-        for _ in range(bench.copies(m * k * 0.5))
-    ]
-    rows = []
-    for n in columns:
+    return [blocks.Planes(m, k, GROUP, 8, **{name: data.copy() for name, data in parts.items()}) for _ in range(count)]
+
+
+def base_data(kind: blocks.GgmlType, shape: str) -> np.ndarray:
+    """Return weights of a type."""
+    m, k = SHAPES[shape]
+    part = np.random.default_rng(2).standard_normal((64, k)).astype(np.float32) * 0.02
+    return np.tile(blocks.quantize(part, kind), m // 64)
+
+
+def our_rows(bench: Bench, shape: str, columns: list[int], kinds: list[str]) -> list[Row]:
+    """Time r4, r6 and r8, bases, and these with r6 in one pass, as a check has them."""
+    m, k = SHAPES[shape]
+    completed = residuals(shape, bench.copies(m * k * 0.5))
+    rng, rows = np.random.default_rng(3), []
+
+    def add(form: str, n: int, width: float, **arguments: Any) -> None:
         x = rng.standard_normal((n, k)).astype(np.float32)
+        seconds = timing.time_matmul(x=x, threads=bench.threads, repeats=bench.repeats, **arguments)
+        rows.append(bench.row("ours", form, shape, n, width, seconds))
+
+    for n in columns:
         for bits in BITS:
-            seconds = timing.time_matmul(matrices, x, bits=bits, threads=bench.threads, repeats=bench.repeats)
-            rows.append(bench.row("ours", f"r{bits}", shape, n, bits + 16 / GROUP, seconds))
+            add(f"r{bits}", n, bits + 16 / GROUP, residuals=completed, bits=bits)
+    for kind in (blocks.ggml_type(name) for name in kinds):
+        data = base_data(kind, shape)
+        bases = [blocks.BaseMatrix(kind, m, k, data.copy()) for _ in range(bench.copies(m * k * kind.bpw / 8))]
+        for n in columns:
+            both = min(len(bases), len(completed))
+            add(kind.name, n, kind.bpw, residuals=[], bases=bases)
+            six = {"residuals": completed[:both], "bases": bases[:both], "bits": 6}
+            add(f"{kind.name}+r6", n, kind.bpw + 6 + 16 / GROUP, **six)
     return rows
 
 
-def ggml_rows(bench: Bench, shape: str, columns: list[int]) -> list[Row]:
+def ggml_rows(bench: Bench, shape: str, columns: list[int], kinds: list[str]) -> list[Row]:
     """Time ggml's mul_mat."""
     m, k = SHAPES[shape]
     rows = []
-    for name in GGML_TYPES:
-        kind = blocks.ggml_type(name)
-        if k % kind.block:
-            continue
-        part = np.random.default_rng(2).standard_normal((64, k)).astype(np.float32) * 0.02
-        data = np.tile(blocks.quantize(part, kind), m // 64)
+    for kind in (blocks.ggml_type(name) for name in dict.fromkeys((*kinds, *GGML_TYPES))):
+        data = base_data(kind, shape)
         for n in columns:
             product = GgmlMatmul(
                 data, (m, k), kind, n=n, copies=bench.copies(m * k * kind.bpw / 8), threads=bench.threads
             )
             product.time(3)
-            row = bench.row("ggml", name, shape, n, kind.bpw, product.time(bench.repeats))
+            row = bench.row("ggml", kind.name, shape, n, kind.bpw, product.time(bench.repeats))
             row.rearranged = product.rearranged
             rows.append(row)
             product.close()
@@ -186,11 +206,11 @@ def print_table(rows: list[Row]) -> None:
     names = ("n", "ms", "p99", "GB/s", "of read", "of peak", "best")
     widths = (4, 9, 9, 8, 9, 9, 7)
     heads = "".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))
-    print(f"{'shape':14}{'kernel':8}{'format':8}{heads}")
+    print(f"{'shape':14}{'kernel':8}{'format':10}{heads}")
     for row in rows:
         best = f"{ratio[id(row)]:.2f}x" if id(row) in ratio else ""
         print(
-            f"{row.shape:14}{row.kernel:8}{row.format:8}{row.n:4}{row.ms:9.3f}{row.ms_p99:9.3f}{row.gb_s:8.1f}"
+            f"{row.shape:14}{row.kernel:8}{row.format:10}{row.n:4}{row.ms:9.3f}{row.ms_p99:9.3f}{row.gb_s:8.1f}"
             f"{row.share_of_bandwidth:9.0%}{row.share_of_peak:9.0%}{best:>7}"
         )
 
@@ -225,6 +245,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=physical_cores())
     parser.add_argument("--columns", type=int, nargs="+", default=list(COLUMNS))
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--base", nargs="+", choices=KERNEL_TYPES, default=["q2_k"], help="types of bases")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="one shape, few columns, under a minute")
     parser.add_argument("--json", type=Path, help="write the rows here, one JSON object a line")
@@ -242,7 +263,8 @@ def main() -> None:
     )
     rows: list[Row] = []
     for shape in args.shapes:
-        rows += residual_rows(bench, shape, args.columns) + ggml_rows(bench, shape, args.columns)
+        kinds = [name for name in args.base if SHAPES[shape][1] % blocks.ggml_type(name).block == 0]
+        rows += our_rows(bench, shape, args.columns, kinds) + ggml_rows(bench, shape, args.columns, kinds)
         print(f"{shape} done", file=sys.stderr)
     print_table(rows)
     print("error on Gaussian x:", {name: f"{value:.3%}" for name, value in error_on_gaussian().items()})

@@ -36,7 +36,7 @@ def median_ms(run: Callable[[], None], repeats: int) -> float:
     return round(float(np.median(seconds)) * 1e3, 2)
 
 
-def pair_times(llm: twofold.Llama, tokens: list[int], repeats: int) -> dict[str, Any]:
+def pair_times(llm: twofold.Llama, tokens: list[int], widths: list[int], repeats: int) -> dict[str, Any]:
     """Time a draft token and checks after `CONTEXT` tokens."""
     decoder = llm._decoder
     llm.eval(tokens[:CONTEXT])
@@ -48,7 +48,7 @@ def pair_times(llm: twofold.Llama, tokens: list[int], repeats: int) -> dict[str,
     drafts = median_ms(
         lambda: void(speculate.draft(decoder, tokens[CONTEXT], CONTEXT, 8, speculate.Drafting(Fixed(8)))), repeats
     )
-    checks = {str(width): median_ms(lambda width=width: check(width), repeats) for width in WIDTHS}
+    checks = {str(width): median_ms(lambda width=width: check(width), repeats) for width in widths}
     decoder.truncate(CONTEXT)
     share = python_share(decoder, tokens, repeats)
     return {"draft_ms": round(drafts / 8, 2), "check_ms": checks, "python_share": share}
@@ -79,7 +79,7 @@ def python_share(decoder: Any, tokens: list[int], repeats: int) -> float:
     return round(1 - inside / (time.perf_counter() - start), 4)
 
 
-def plain_times(path: Path, tokens: list[int], repeats: int) -> dict[str, float]:
+def plain_times(path: Path, tokens: list[int], widths: list[int], repeats: int) -> dict[str, float]:
     """Time an ordinary model's decodes by width."""
     cores = physical_cores()
     llm = llama_cpp.Llama(str(path), n_ctx=1024, n_threads=cores, n_threads_batch=cores, flash_attn=True, verbose=False)
@@ -89,7 +89,7 @@ def plain_times(path: Path, tokens: list[int], repeats: int) -> dict[str, float]
         llm.n_tokens = CONTEXT
         llm.eval(tokens[CONTEXT : CONTEXT + width])
 
-    return {str(width): median_ms(lambda width=width: decode(width), repeats) for width in WIDTHS}
+    return {str(width): median_ms(lambda width=width: decode(width), repeats) for width in widths}
 
 
 def main() -> None:
@@ -97,6 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", type=Path, help="NAME.base.gguf")
     parser.add_argument("--residual-bits", type=int)
+    parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS), metavar="N", help="tokens of a decode")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--compare", type=Path, help="an ordinary GGUF file of the same vocabulary")
     args = parser.parse_args()
@@ -105,10 +106,10 @@ def main() -> None:
     start = time.perf_counter()
     llm = twofold.Llama(args.base, n_ctx=1024, residual_bits=args.residual_bits, verbose=False)
     result: dict[str, Any] = {"load_s": round(time.perf_counter() - start, 2), "read_gb_s": round(bandwidth / 1e9, 1)}
-    tokens = llm.tokenize(Path(__file__).read_bytes())[: CONTEXT + max(WIDTHS)]
-    result |= pair_times(llm, tokens, args.repeats)
+    tokens = llm.tokenize(Path(__file__).read_bytes())[: CONTEXT + max(args.widths)]
+    result |= pair_times(llm, tokens, args.widths, args.repeats)
     if args.compare:
-        result["compare_ms"] = plain_times(args.compare, tokens, args.repeats)
+        result["compare_ms"] = plain_times(args.compare, tokens, args.widths, args.repeats)
     print(json.dumps(result, indent=1))
 
 

@@ -2,11 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
+import socket
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import llama_cpp
+
+from twofold import devices
+
+
+@contextlib.contextmanager
+def running() -> Iterator[str]:
+    """Run the server in a process of its own, yield HOST:PORT."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    silent = subprocess.DEVNULL
+    with subprocess.Popen(
+        [sys.executable, __file__, endpoint], env=only_rpc(), stdout=silent, stderr=silent
+    ) as process:
+        try:
+            for _ in range(100):
+                if process.poll() is not None:
+                    raise AssertionError(f"the RPC server ended with {process.returncode}")
+                if devices._listens(endpoint):
+                    break
+                time.sleep(0.1)
+            yield endpoint
+        finally:
+            process.terminate()
+
+
+def only_rpc() -> dict[str, str]:
+    """Environment in which no other device is seen."""
+    return {name: value for name, value in os.environ.items() if name != "GGML_VK_VISIBLE_DEVICES"}
 
 
 def main(endpoint: str) -> None:

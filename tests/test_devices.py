@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +15,7 @@ import numpy as np
 import pytest
 
 import gpu_check
+import rpc_server
 import twofold
 from make_tiny import ARCHS, write_tiny
 from measure_devices import crossing, staged
@@ -265,31 +263,14 @@ print(json.dumps({"found": found, "staged": staged["staged_nodes"], "computed": 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, str(Path(__file__).with_name("rpc_server.py")), endpoint]
-    with subprocess.Popen(command, env=only_rpc(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            for _ in range(100):
-                if process.poll() is not None:
-                    raise AssertionError(f"the RPC server ended with {process.returncode}")
-                if devices._listens(endpoint):
-                    break
-                time.sleep(0.1)
-            yield endpoint
-        finally:
-            process.terminate()
-
-
-def only_rpc() -> dict[str, str]:
-    """Environment in which no other device is seen."""
-    return {name: value for name, value in os.environ.items() if name != "GGML_VK_VISIBLE_DEVICES"}
+    with rpc_server.running() as endpoint:
+        yield endpoint
 
 
 @pytest.mark.vulkan
 def test_rpc_moves_what_the_formula_says(pair: Path, server: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", CLIENT, str(Path(__file__).parents[1]), str(pair), server, str(tmp_path / "l.npy")]
-    done = subprocess.run(command, check=False, env=only_rpc(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, check=False, env=rpc_server.only_rpc(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     assert set(answer["computed"]) == {"RPC0"}

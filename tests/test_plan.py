@@ -30,8 +30,8 @@ from twofold.planning import Drafter, Options
 from twofold.shapes import Matrix, Model
 
 GIB = 1 << 30
-RATES = dict.fromkeys(machine.KERNEL_TYPES, 4e11)
-PC = Machine(12 * GIB, 500e9, 25e9, 64 * GIB, 60e9, dict.fromkeys((4, 6, 8), 5e11), RATES)
+RATES = dict.fromkeys(machine.KERNEL_TYPES, machine.linear(4e11))
+PC = Machine(12 * GIB, 500e9, 25e9, 64 * GIB, 60e9, dict.fromkeys((4, 6, 8), machine.linear(5e11)), RATES)
 KNOWN = acceptance.load()
 RATES_TOLD = ["--vram-bandwidth", "5GB/s", "--pcie", "1GB/s", "--ram-bandwidth", "1GB/s"]
 TOLD = ["--vram", "1MB", *RATES_TOLD, "--reserve", "0", "--ctx", "256"]
@@ -250,14 +250,15 @@ def test_files_without_a_model(tiny_pair: Path) -> None:
 
 
 def test_a_decode_in_vram_by_hand() -> None:
-    load = Load(gpu=Sums(dense=4e9), split=Sums(dense=3e9), gpu_layers=10, beside=Sums(dense=6e9, seconds=0.02),
+    beside = Sums(dense=6e9, seconds=machine.linear(50))
+    load = Load(gpu=Sums(dense=4e9), split=Sums(dense=3e9), gpu_layers=10, beside=beside,
                 cache_gpu=1e8, crossing=50_000, fetches=30, logits=32_000)  # fmt: skip
     base = 4.1e9 / 400e9
     always = 10 * 40e-6 + 150e-6
     draft = cost.decode(load, PC, 1, residual=False)
     assert draft == pytest.approx(base + always + 4 * 32_000 / 25e9)
-    read, computed = 6e9 / 54e9, 5 * 0.02
-    added = (read**3 + computed**3) ** (1 / 3)
+    read, computed = 6e9 / 45e9, 5 * 0.02
+    added = (read**6 + computed**6) ** (1 / 6)
     crossing = 5 * 4 * (50_000 + 32_000) / 25e9 + 30 * 15e-6
     serial = cost.decode(load, PC, 5, residual=True, overlap=False)
     assert serial == pytest.approx(base + added + always + crossing)
@@ -267,13 +268,28 @@ def test_a_decode_in_vram_by_hand() -> None:
 
 
 def test_a_decode_in_ram_by_hand() -> None:
-    load = Load(cpu=Sums(dense=1e9, seconds=0.01), within=Sums(dense=2e9, seconds=0.02), cpu_layers=8, cache_cpu=1e7)
-    read, computed = 3.01e9 / 54e9, 4 * 0.03
-    expected = (read**3 + computed**3) ** (1 / 3) + 8 * 15e-6 + 150e-6
+    load = Load(
+        cpu=Sums(dense=1e9, seconds=machine.linear(100)),
+        within=Sums(dense=2e9, seconds=machine.linear(50)),
+        cpu_layers=8,
+        cache_cpu=1e7,
+    )
+    read, computed = 3.01e9 / 45e9, 4 * 0.03
+    expected = (read**6 + computed**6) ** (1 / 6) + 8 * 15e-6 + 150e-6
     assert cost.decode(load, PC, 4, residual=True) == pytest.approx(expected)
-    alone = (((1.01e9 / 54e9) ** 3 + 0.01**3) ** (1 / 3)) + 8 * 15e-6 + 150e-6
+    alone = (((1.01e9 / 45e9) ** 6 + 0.01**6) ** (1 / 6)) + 8 * 15e-6 + 150e-6
     assert cost.decode(load, PC, 1, residual=False) == pytest.approx(alone)
     assert planning.check_seconds(setting(), load, 0) == cost.decode(load, PC, 2, residual=True)  # never alone
+
+
+def test_values_between_matrices_in_ram_take_time() -> None:
+    """One layer of the model: inputs of q, k and v and of gate and up are one each."""
+    model = seven(layers=1, vocabulary=1000)
+    placed = placement.twofold(setting(replace(PC, vram=0), model), Base("q2_k"), 6)
+    matrices = sum(matrix.weights for matrix in model.matrices)
+    values = 3 * 4096 + 11008 + 4 * 4096 + 2 * 11008 + 4096 + 4096 + 1000
+    assert placed.load.cpu.seconds[8] == pytest.approx(8 * matrices / 4e11 + 8 * values * cost.VALUE / 5e11)
+    assert placed.load.within.seconds[8] == pytest.approx(8 * matrices / 5e11)
 
 
 def test_experts_are_read_once_in_a_batch() -> None:
@@ -486,13 +502,14 @@ def test_convert_fills_vram(tiny_llama: Path, tmp_path: Path, capsys: pytest.Cap
 
 def test_what_was_told_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_gpu", lambda: None)
-    monkeypatch.setattr(machine, "residual_rate", lambda bits, threads: 1e9 * bits)
-    monkeypatch.setattr(machine, "base_rate", lambda kind, threads: 2e9)
+    monkeypatch.setattr(machine, "residual_times", lambda bits, threads: machine.linear(1e9 * bits))
+    monkeypatch.setattr(machine, "base_times", lambda kind, threads: machine.linear(2e9))
     monkeypatch.setattr(machine, "physical_cores", lambda: 2)
     found = machine.describe(Told(GIB, 1e9, 2e9, 3 * GIB, 4e9, cores=6))
     assert (found.vram, found.vram_bandwidth, found.pcie) == (GIB, 1e9, 2e9)
     assert (found.ram, found.ram_bandwidth) == (3 * GIB, 4e9)
-    assert (found.residual_rate[4], found.base_rate["q2_k"]) == (12e9, 6e9)
+    np.testing.assert_allclose(found.residual_times[4], machine.linear(12e9))
+    np.testing.assert_allclose(found.base_times["q2_k"], machine.linear(6e9))
     assert list(found.measured) == ["kernel rates"] and "6 cores" in found.measured["kernel rates"]
     with pytest.raises(errors.ArgumentError, match="give --pcie of"):
         machine.describe(Told(vram=GIB, vram_bandwidth=1e9, ram_bandwidth=1e9))
@@ -514,8 +531,12 @@ def test_rates_of_this_machine() -> None:
     assert 1e8 < across < 1e13 and 1e8 < within < 1e13
     with pytest.raises(errors.ArgumentError, match=r"there are .*CPU"):
         devices.copy_rates("none", 1 << 20)
-    assert 1e8 < machine.residual_rate(8, 1) < 1e14
-    assert 1e8 < machine.base_rate("q4_0", 1) < 1e14
+    for times in (machine.residual_times(8, 1), machine.base_times("q4_0", 1)):
+        assert times.shape == (machine.MOST + 1,)
+        assert times[0] == 0
+        assert (np.diff(times) >= 0).all()
+        assert 1e8 < 1 / times[1] < 1e13
+        assert times[machine.MOST] > 2 * times[1]
 
 
 # ---- the command -------------------------------------------------------------------------------------

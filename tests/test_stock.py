@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+import rpc_server
 import twofold
 from twofold import devices, plugin
 from twofold.convert import convert
@@ -100,9 +101,9 @@ class Server:
 def llama_server(
     base: Path, tmp_path: Path, *options: Any, device: str = "none", binary: Path = SERVER, **variables: Any
 ) -> Iterator[Server]:
-    command = [binary, "-m", base, "-c", 256, "-np", 1, "-t", 2, "-fa", "on", "-dev", device, "--no-ui", *LOAD_ALL]
+    command = [binary, "-m", base, "-c", 256, "-np", 1, "-t", 2, "-fa", "on", "--no-ui", *LOAD_ALL, *options]
     variables = {"GGML_BACKEND_PATH": plugin.library(), **variables}
-    server = Server([*command, "-ngl", 99, *options], tmp_path / "server.log", **variables)
+    server = Server([*command, "-ngl", 99, "-dev", device], tmp_path / "server.log", **variables)
     try:
         server.wait("/health")
         yield server
@@ -175,6 +176,33 @@ def test_greedy_tokens_and_kld(
     assert same >= least
     assert all(abs(margin) < 0.1 for margin in divergences)
     assert np.mean(klds) < 0.002
+
+
+RPC_CLIENT = """
+import json, sys, twofold
+sys.path.insert(0, sys.argv[1])
+from test_stock import PROMPTS, greedy
+arguments = {"n_ctx": 256, "n_threads": 2, "n_gpu_layers": -1, "draft_tokens": 0, "verbose": False}
+llm = twofold.Llama(sys.argv[2], rpc_servers=sys.argv[3], **arguments)
+prompts = [llm.tokenize(text.encode()) for text in PROMPTS]
+found = [[prompt, greedy(llm, prompt, 8)] for prompt in prompts]
+print(json.dumps({"computed": llm.whereabouts.computed, "texts": found}))
+"""
+
+
+def test_a_device_that_appears_later(tiny_pair: Path, tmp_path: Path) -> None:
+    """llama-server registers RPC devices when it reads its arguments, after the plugin was loaded."""
+    with rpc_server.running() as endpoint:
+        command = [sys.executable, "-c", RPC_CLIENT, str(Path(__file__).parent), str(tiny_pair), endpoint]
+        done = subprocess.run(command, check=False, env=rpc_server.only_rpc(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        answer = json.loads(done.stdout.splitlines()[-1])
+        assert set(answer["computed"]) == {"RPC0"}
+        options = {"binary": BUILT, "device": "RPC0", "TWOFOLD_RESIDUAL": residual_path(tiny_pair), "TWOFOLD_LOG": 2}
+        with llama_server(tiny_pair, tmp_path, "--rpc", endpoint, **options) as server:
+            for prompt, expected in answer["texts"]:
+                assert server.tokens(prompt, 8) == expected
+            assert any("device RPC0 is watched" in line for line in server.lines)
 
 
 def test_base_alone_is_far_from_it(tiny_pair: Path, merged: Path, tmp_path: Path) -> None:

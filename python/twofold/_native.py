@@ -31,7 +31,7 @@ __all__ = ["Bytes", "Floats", "bytes_pointer", "check", "ffi", "floats_pointer",
 Floats: TypeAlias = npt.NDArray[np.float32]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-ABI = 6
+ABI = 7
 LLAMA_CPP_VERSION = "0.3.36"
 
 _EXCEPTIONS: dict[int, type[errors.TwofoldError]] = {

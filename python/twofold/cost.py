@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
-from twofold.machine import Machine
+import numpy as np
 
-VRAM_SHARE, RAM_SHARE = 0.8, 0.9  # of the bandwidths, that kernels reach
-GGML_SHARE = 0.2  # of the residual kernel's rate, that ggml's CPU kernels reach for several columns
-SMOOTH = 3.0  # exponent of the maximum of reading and computing
+from twofold.machine import MOST, Machine, Times
+
+VRAM_SHARE, RAM_SHARE = 0.8, 0.75  # of the bandwidths, that kernels reach
+GGML_ALONE, GGML_SHARE = (
+    0.5,
+    0.21,
+)  # of the 8-bit residual kernel's rate, that ggml's reach for one column and for several
+SMOOTH = 6.0  # exponent of the maximum of reading and computing
+VALUE = 650  # products of the residual's kernel that a value costs which goes into a matrix in RAM or comes out
 GPU_LAYER, CPU_LAYER = 40e-6, 15e-6  # seconds a layer: launches, barriers, and what is not a matrix product
 FETCH = 15e-6  # seconds before a copy between RAM and VRAM begins
 LOOP = 150e-6  # seconds a decode in Python and llama.cpp
@@ -27,12 +33,12 @@ class _Added:
 
 @dataclass(frozen=True)
 class Sums(_Added):
-    """Matrices in one memory: bytes read always, bytes of experts by share that a token uses, CPU seconds a column."""
+    """Matrices in one memory: bytes read always, bytes of experts by share that a token uses, the CPU's seconds."""
 
     dense: float = 0.0
     experts: float = 0.0
     used: float = 0.0  # bytes of experts that a token uses
-    seconds: float = 0.0
+    seconds: Times = field(default_factory=lambda: np.zeros(MOST + 1))  # of a batch, by its columns
 
     @property
     def size(self) -> float:
@@ -88,7 +94,7 @@ def smooth_max(*values: float) -> float:
 
 
 def decode(load: Load, machine: Machine, tokens: int, *, residual: bool, overlap: bool = True) -> float:
-    """Seconds of decoding a batch: with the base alone, or base and residual.
+    """Seconds of decoding a batch of up to ``MOST`` tokens: with the base alone, or base and residual.
 
     `overlap` says that the CPU multiplies the residual while the GPU multiplies its base; else it waits.
     """
@@ -96,13 +102,13 @@ def decode(load: Load, machine: Machine, tokens: int, *, residual: bool, overlap
     within, beside = (load.within, load.beside) if residual else (Sums(), Sums())
     on_cpu = smooth_max(
         (load.cpu.read(tokens) + within.read(tokens) + load.cache_cpu) / ram,
-        tokens * (load.cpu.seconds + within.seconds),
+        float(load.cpu.seconds[tokens] + within.seconds[tokens]),
     )
     seconds = on_cpu + load.cpu_layers * CPU_LAYER + LOOP
     if load.gpu_layers == 0 and load.gpu.size == 0:
         return seconds
     on_gpu = (load.gpu.read(tokens) + load.cache_gpu) / (machine.vram_bandwidth * VRAM_SHARE)
-    added = smooth_max(beside.read(tokens) / ram, tokens * beside.seconds)
+    added = smooth_max(beside.read(tokens) / ram, float(beside.seconds[tokens]))
     crossing = 4 * tokens * load.logits / machine.pcie
     if residual:
         crossing += 4 * tokens * load.crossing / machine.pcie + load.fetches * FETCH

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from twofold import blocks, devices, errors, timing
-from twofold.blocks import BaseMatrix, encode_residual, ggml_type, quantize
+from twofold.blocks import BaseMatrix, Planes, encode_residual, ggml_type, quantize
 from twofold.decoder import physical_cores
 
 BITS = (4, 6, 8)
 KERNEL_TYPES = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q4_0", "q8_0")
-_ROWS, _WIDTH = 512, 2048
-_WIDE, _NARROW = 96, 16
+COLUMNS = (
+    1,
+    2,
+    4,
+    8,
+    9,
+    16,
+    17,
+    24,
+    25,
+    32,
+    33,
+)  # kernels take blocks of 8: one more column may cost as much as several
+MOST = COLUMNS[-1]
+Times: TypeAlias = npt.NDArray[np.float64]  # seconds a weight of a batch, by its columns from 0 to MOST
+_ROWS, _WIDTH = 2048, 2048  # in the caches; large enough that starting threads does not show
 _READ = 256 << 20
+_TIMES = ("residual_times", "base_times")
 _COPY = 64 << 20
 
 
@@ -33,9 +49,9 @@ class Machine:
         bytes a second that are reached when reading, and when copying one way between RAM and VRAM.
     ram
         bytes.
-    residual_rate, base_rate
-        weights times columns a second that the CPU's kernels multiply when memory does not hold them back, by
-        residual bits and by type of the base.
+    residual_times, base_times
+        seconds a weight that the CPU's kernels take for a batch when memory does not hold them back, float64
+        ``(MOST + 1,)`` by its columns, by residual bits and by type of the base.
     measured
         names of what was measured, here and now, with a word on how.
     """
@@ -45,9 +61,14 @@ class Machine:
     pcie: float
     ram: int
     ram_bandwidth: float
-    residual_rate: Mapping[int, float]
-    base_rate: Mapping[str, float]
+    residual_times: Mapping[int, Times]
+    base_times: Mapping[str, Times]
     measured: Mapping[str, str] = field(default_factory=dict)
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON can hold it."""
+        times = {name: {key: at.tolist() for key, at in vars(self)[name].items()} for name in _TIMES}
+        return {**vars(self), **times}
 
 
 @dataclass(frozen=True)
@@ -83,14 +104,19 @@ def describe(told: Told) -> Machine:
         ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         measured["RAM"] = "of this machine"
     if ram_bandwidth is None:
-        ram_bandwidth = float(np.median(timing.read_bandwidth(np.ones(_READ, np.uint8), threads=threads)))
+        ram_bandwidth = read_bandwidth(threads)
         measured["RAM bandwidth"] = f"reading {_READ >> 20} MiB, {threads} threads"
     scale = (told.cores or threads) / threads
-    residual = {bits: scale * residual_rate(bits, threads) for bits in BITS}
-    base = {kind: scale * base_rate(kind, threads) for kind in KERNEL_TYPES}
+    residual = {bits: residual_times(bits, threads) / scale for bits in BITS}
+    base = {kind: base_times(kind, threads) / scale for kind in KERNEL_TYPES}
     how = f"this CPU, {blocks.default_kernel()}, {threads} threads"
     measured["kernel rates"] = how if told.cores is None else f"{how}, scaled to {told.cores} cores"
     return Machine(vram, vram_bandwidth, pcie, ram, ram_bandwidth, residual, base, measured)
+
+
+def read_bandwidth(threads: int) -> float:
+    """Bytes a second of reading RAM, the median of a few times."""
+    return float(np.median(timing.read_bandwidth(np.ones(_READ, np.uint8), threads=threads)))
 
 
 def _gpu() -> devices.Device | None:
@@ -118,34 +144,39 @@ def _gpu_rates(told: Told, vram: int, device: devices.Device | None, measured: d
     return bandwidth, pcie
 
 
-# ---- kernel rates ------------------------------------------------------------------------------------
+# ---- kernels -----------------------------------------------------------------------------------------
 
 
-def residual_rate(bits: int, threads: int) -> float:
-    """Weights times columns a second of the residual's kernel, on a matrix that stays in the caches."""
-    generator = np.random.default_rng(0)
-    planes = encode_residual(generator.standard_normal((_ROWS, _WIDTH), np.float32), 128, bits)
-    x = generator.standard_normal((32, _WIDTH), np.float32)
-    seconds = timing.time_matmul([planes], x, bits=bits, threads=threads, repeats=9)
-    return _ROWS * _WIDTH * len(x) / float(np.median(seconds))
+def linear(rate: float) -> Times:
+    """Return times of a kernel that multiplies `rate` weights times columns a second, whatever the columns."""
+    times: Times = np.arange(MOST + 1) / rate
+    return times
 
 
-def base_rate(kind: str, threads: int) -> float:
-    """Weights times columns a second of the base's kernel: what more columns cost, the rearranging left out."""
-    generator = np.random.default_rng(0)
+def residual_times(bits: int, threads: int) -> Times:
+    """Seconds a weight of the residual's kernel, on a matrix that stays in the caches."""
+    return _times([encode_residual(_weights(), 128, bits)], [], bits, threads)
+
+
+def base_times(kind: str, threads: int) -> Times:
+    """Seconds a weight of the base's kernel, on a matrix that stays in the caches."""
     of = ggml_type(kind)
-    weights = generator.standard_normal((_ROWS, _WIDTH), np.float32)
-    base = BaseMatrix(of, _ROWS, _WIDTH, quantize(weights, of))
-    x = generator.standard_normal((_WIDE, _WIDTH), np.float32)
-    wide = _seconds(lambda: blocks.matmul(None, x, base=base, threads=threads))
-    narrow = _seconds(lambda: blocks.matmul(None, x[:_NARROW], base=base, threads=threads))
-    return _ROWS * _WIDTH * (_WIDE - _NARROW) / max(wide - narrow, 1e-6)
+    part = 64  # rows: quantizing them all would take seconds
+    data = np.tile(quantize(_weights()[:part], of), _ROWS // part)
+    return _times([], [BaseMatrix(of, _ROWS, _WIDTH, data)], 8, threads)
 
 
-def _seconds(run: Callable[[], object], repeats: int = 7) -> float:
-    found = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        found.append(time.perf_counter() - start)
-    return min(found)  # the difference of two medians would be mostly noise on a busy machine
+def _weights() -> npt.NDArray[np.float32]:
+    return np.random.default_rng(0).standard_normal((_ROWS, _WIDTH), np.float32)
+
+
+def _times(residuals: Sequence[Planes], bases: Sequence[BaseMatrix], bits: int, threads: int) -> Times:
+    x = np.random.default_rng(1).standard_normal((MOST, _WIDTH), np.float32)
+
+    def median(n: int) -> float:
+        return float(
+            np.median(timing.time_matmul(residuals, x[:n], bases=bases, bits=bits, threads=threads, repeats=9))
+        )
+
+    times = np.interp(np.arange(MOST + 1), (0, *COLUMNS), (0.0, *map(median, COLUMNS))) / (_ROWS * _WIDTH)
+    return np.maximum.accumulate(times)  # more columns never take less time but by chance

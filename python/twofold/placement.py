@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from twofold.blocks import GgmlType, plane_bytes
-from twofold.cost import GGML_SHARE, RESULT_COPIES, Load, Sums
+from twofold.cost import GGML_ALONE, GGML_SHARE, RESULT_COPIES, VALUE, Load, Sums
 from twofold.layout import choose_base_type
-from twofold.machine import Machine
+from twofold.machine import MOST, Machine, Times, linear
 from twofold.precision import bits_of_loss, loss_of_bits, residual_loss, type_loss
 from twofold.shapes import Matrix, Model
 
@@ -150,6 +150,8 @@ def _place(setting: Setting, base: Base | None, whole: str, bits: int, layers: f
                 _add_split(total, matrix, (base, kind, bits), setting.machine, number in on_gpu)
         if number in on_gpu:
             _add_crossing(total, [matrix for matrix in unit if _split_type(base, matrix, layers)])
+        else:
+            _add_values(total, unit, setting.machine)
     return _placed(setting, total, sizes, on_gpu)
 
 
@@ -186,8 +188,7 @@ def _fit(setting: Setting, sizes: Sequence[float]) -> set[int]:
 
 
 def _add_whole(total: _Total, matrix: Matrix, kind: GgmlType, machine: Machine, on_gpu: bool) -> None:
-    rate = machine.residual_rate[8] * GGML_SHARE
-    sums = _sums(matrix, matrix.bytes(kind), matrix.weights / rate)
+    sums = _sums(matrix, matrix.bytes(kind), _ggml_times(machine))
     total.gpu, total.cpu = (total.gpu + sums, total.cpu) if on_gpu else (total.gpu, total.cpu + sums)
     lost = matrix.weights * (type_loss(kind.name) if kind != matrix.kind else 0.0)
     total.loss += lost
@@ -196,10 +197,8 @@ def _add_whole(total: _Total, matrix: Matrix, kind: GgmlType, machine: Machine, 
 
 def _add_split(total: _Total, matrix: Matrix, how: tuple[Base, GgmlType, int], machine: Machine, on_gpu: bool) -> None:
     base, kind, bits = how
-    rate = machine.base_rate.get(kind.name, machine.residual_rate[8] * GGML_SHARE)
-    size = base.bytes_of(matrix, kind)
-    sums = _sums(matrix, size, matrix.weights / rate)
-    added = _sums(matrix, residual_bytes(matrix, bits), matrix.weights / machine.residual_rate[bits])
+    sums = _sums(matrix, base.bytes_of(matrix, kind), machine.base_times.get(kind.name, _ggml_times(machine)))
+    added = _sums(matrix, residual_bytes(matrix, bits), machine.residual_times[bits])
     if on_gpu:
         total.gpu, total.beside = total.gpu + sums, total.beside + added
         total.split += sums if matrix.experts == 1 else Sums()  # which experts are chosen is known too late to begin
@@ -208,27 +207,47 @@ def _add_split(total: _Total, matrix: Matrix, how: tuple[Base, GgmlType, int], m
     lost = base.loss_of(kind)
     total.base_loss += matrix.weights * lost
     total.loss += matrix.weights * lost * residual_loss(kind.name, bits) / max(type_loss(kind.name), 1e-30)
-    total.split_bytes += size
+    total.split_bytes += sums.size
     total.split_weights += matrix.weights
 
 
-def _add_crossing(total: _Total, split: Sequence[Matrix]) -> None:
-    """Add what crosses the bus: inputs once for matrices that share them (q, k and v; gate and up), and results."""
+def _passing(matrices: Sequence[Matrix]) -> tuple[int, int, int]:
+    """Values that go in, and that come out, for a column; distinct inputs: q, k and v share one, gate and up too."""
     sharing = {"attn_q": "attn", "attn_k": "attn", "attn_v": "attn", "ffn_gate": "ffn", "ffn_up": "ffn"}
     inputs: dict[str, int] = {}
-    for matrix in split:
+    results = 0
+    for matrix in matrices:
         stem = matrix.name.removesuffix(".weight").rpartition(".")[2]
         used = max(1, round(matrix.experts * matrix.used))  # experts, each with a result of its own
         inputs[sharing.get(stem, stem)] = matrix.width * (used if "down" in stem else 1)
-        total.crossing += RESULT_COPIES * matrix.rows * used
-    total.crossing += sum(inputs.values())
-    total.fetches += len(inputs) + RESULT_COPIES * len(split)
+        results += matrix.rows * used
+    return sum(inputs.values()), results, len(inputs)
 
 
-def _sums(matrix: Matrix, size: float, seconds: float) -> Sums:
+def _add_crossing(total: _Total, split: Sequence[Matrix]) -> None:
+    """Add what crosses the bus."""
+    values, results, inputs = _passing(split)
+    total.crossing += values + RESULT_COPIES * results
+    total.fetches += inputs + RESULT_COPIES * len(split)
+
+
+def _add_values(total: _Total, unit: Sequence[Matrix], machine: Machine) -> None:
+    """Add what the CPU does to values between its matrices: rounding, norms, attention."""
+    values, results, _ = _passing(unit)
+    total.cpu += Sums(seconds=(values + results) * VALUE * linear(MOST / machine.residual_times[8][MOST]))
+
+
+def _ggml_times(machine: Machine) -> Times:
+    times = machine.residual_times[8] / GGML_SHARE
+    times[1] *= GGML_SHARE / GGML_ALONE
+    return times
+
+
+def _sums(matrix: Matrix, size: float, times: Times) -> Sums:
     if matrix.used >= 1:
-        return Sums(dense=size, seconds=seconds)
-    return Sums(experts=size, used=size * matrix.used, seconds=seconds * matrix.used)
+        return Sums(dense=size, seconds=matrix.weights * times)
+    one_by_one = linear(1 / times[1])  # as if no two tokens of a batch had an expert in common
+    return Sums(experts=size, used=size * matrix.used, seconds=matrix.weights * matrix.used * one_by_one)
 
 
 def residual_bytes(matrix: Matrix, bits: int) -> float:

@@ -255,8 +255,9 @@ def assumptions(found: Plan) -> list[str]:
         f"a decode takes {cost.LOOP * 1e6:.0f} us besides, a layer {cost.GPU_LAYER * 1e6:.0f} us on the GPU and "
         f"{cost.CPU_LAYER * 1e6:.0f} us on the CPU, a copy across the bus {cost.FETCH * 1e6:.0f} us before it begins",
         f"reading (a) and computing (b) on the CPU overlap in part: (a^{power} + b^{power})^(1/{power}); "
-        f"ggml's own CPU kernels compute at {cost.GGML_SHARE:g} of the residual kernel's rate; the GPU's arithmetic "
-        f"never limits batches of up to {DEEPEST + 1} tokens",
+        f"ggml's own CPU kernels compute at {cost.GGML_SHARE:g} of the 8-bit residual kernel's rate, one token at "
+        f"{cost.GGML_ALONE:g}; a value between matrices costs the CPU {cost.VALUE} products of that kernel; the GPU's "
+        f"arithmetic never limits batches of up to {DEEPEST + 1} tokens",
         f"in a check {overlap}; inputs cross the bus once, the residual's results too",
         f"float16 cache of {setting.ctx} tokens, {setting.filled} of them read by a decode; {binary(setting.reserve)} "
         "of VRAM are left for buffers",

@@ -9,35 +9,57 @@ import numpy.typing as npt
 
 from twofold import errors
 from twofold._native import Floats, check, ffi, floats_pointer, lib
-from twofold.blocks import Planes
+from twofold.blocks import BaseMatrix, Planes
 
 Seconds = npt.NDArray[np.float64]
 
 
 def time_matmul(
-    matrices: Sequence[Planes], x: Floats, *, bits: int, threads: int, repeats: int, kernel: str | None = None
+    residuals: Sequence[Planes],
+    x: Floats,
+    *,
+    bases: Sequence[BaseMatrix] = (),
+    bits: int = 8,
+    threads: int,
+    repeats: int,
+    kernel: str | None = None,
 ) -> Seconds:
-    """Time products with `x`, float32 ``(n, width)``, in which matrices of one shape take turns.
+    """Time products of residuals, of bases, or of both in one pass, with `x`, float32 ``(n, width)``.
+
+    Matrices of one shape take turns.
 
     Returns
     -------
-    float64 ``(repeats,)``, seconds; the activations are quantized anew each time.
+    float64 ``(repeats,)``, seconds; the activations are quantized anew each time, bases rearranged once before.
 
     Raises
     ------
     ArgumentError
-        for an unknown kernel, or shapes that differ.
+        for an unknown kernel, or shapes or numbers of matrices that differ.
     """
-    if not matrices or x.shape[1] != matrices[0].width:
+    shapes = {(matrix.rows, matrix.width) for matrix in residuals} | {(base.rows, base.width) for base in bases}
+    if len(shapes) != 1 or len({len(part) for part in (residuals, bases) if part}) != 1:
+        counts = f"{len(residuals)} residuals and {len(bases)} bases"
+        raise errors.ArgumentError(f"{counts} of shapes {sorted(shapes)}: as many of each, or none, of one shape")
+    ((rows, width),) = shapes
+    if x.shape[1] != width:
         raise errors.ArgumentError(f"x of shape {x.shape} does not fit the matrices")
-    structs = [matrix.c_struct(bits) for matrix in matrices]
-    array = ffi.new("tf_planes[]", [struct[0] for struct in structs])
-    out = np.zeros((len(x), matrices[0].rows), np.float32)
+    residual_structs = [matrix.c_struct(bits) for matrix in residuals]
+    base_structs = [matrix.c_struct() for matrix in bases]
+    out = np.zeros((len(x), rows), np.float32)
     seconds = ffi.new("double[]", repeats)
-    name = ffi.NULL if kernel is None else ffi.new("char[]", kernel.encode())
     check(
         lib.tf_bench_matmul(
-            array, len(structs), name, threads, floats_pointer(x), len(x), floats_pointer(out), repeats, seconds
+            ffi.new("tf_planes[]", [struct[0] for struct in residual_structs]) if residuals else ffi.NULL,
+            ffi.new("tf_base_data[]", [struct[0] for struct in base_structs]) if bases else ffi.NULL,
+            len(residuals or bases),
+            ffi.NULL if kernel is None else ffi.new("char[]", kernel.encode()),
+            threads,
+            floats_pointer(x),
+            len(x),
+            floats_pointer(out),
+            repeats,
+            seconds,
         )
     )
     return np.array(list(seconds))
