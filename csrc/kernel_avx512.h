@@ -50,12 +50,12 @@ INLINE streams panel_streams(const tf_planes *planes, int64_t panel, int bits) {
 
 /* Fetches the unit of 16 inputs that lies `ahead` bytes behind unit `at` in each plane. */
 INLINE void prefetch(const streams *p, int64_t at, int64_t ahead, int bits) {
-    _mm_prefetch((const char *)(p->p4 + at * 128 + ahead), _MM_HINT_NTA);
-    _mm_prefetch((const char *)(p->p4 + at * 128 + 64 + ahead), _MM_HINT_NTA);
+    _mm_prefetch((const char *)(p->p4 + at * 128 + ahead), _MM_HINT_T0);
+    _mm_prefetch((const char *)(p->p4 + at * 128 + 64 + ahead), _MM_HINT_T0);
     if (bits >= 6) {
-        _mm_prefetch((const char *)(p->p6 + at * 64 + ahead), _MM_HINT_NTA);
+        _mm_prefetch((const char *)(p->p6 + at * 64 + ahead), _MM_HINT_T0);
     }
     if (bits == 8) {
-        _mm_prefetch((const char *)(p->p8 + at * 64 + ahead), _MM_HINT_NTA);
+        _mm_prefetch((const char *)(p->p8 + at * 64 + ahead), _MM_HINT_T0);
     }
 }

@@ -147,6 +147,9 @@ INLINE void add_super(const uint8_t *super, int64_t s, const tf_columns *x, __m5
     for (int b = 0; b < TF_SUPER / TF_BLOCK; b++) {
         const int64_t block = s * (TF_SUPER / TF_BLOCK) + b, at = block * n, q = block * TF_BLOCK * n;
         prefetch(super, b, bits);
+        for (int line = 0; x->next != NULL && line < 4; line++) {
+            _mm_prefetch((const char *)x->next + block * 256 + line * 64, _MM_HINT_T1);
+        }
         add_block(super, b, x->q + q, x->sums + at, x->scale + at, 1.0f, sums, mins, bits, n);
         if (tf_has_low(x, block)) {
             add_block(super, b, x->low + q, x->low_sums + at, x->scale + at, TF_LOW, sums, mins, bits, n);

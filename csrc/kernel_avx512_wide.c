@@ -1,10 +1,11 @@
 /* AVX-512 VNNI for many columns: codes of two panels are unpacked once into a buffer that stays in the first-level
  * cache, a piece of the width at a time, and all columns are multiplied by them, 4 at a time: 8 dot products, their
  * sums and results are 24 of the 32 registers, and a broadcast serves both panels. */
+#define HINT _MM_HINT_T0
 #include "kernel_avx512.h"
 
 enum { PANELS = TF_WIDE_PANELS, CHUNK = 64, PASS = 4, PIECE = 256, LONGEST_GROUP = 1024, UNIT = 4 * PANELS * CHUNK };
-enum { AHEAD = 20 }; /* units that are fetched early; 12 to 32 differ by less than runs do */
+enum { AHEAD = 40 }; /* units that are fetched early; 12 to 32 differ by less than runs do */
 
 /* A piece of the width: whole groups, of about PIECE inputs. */
 typedef struct piece {
@@ -14,9 +15,10 @@ typedef struct piece {
 } piece;
 
 /* Codes of 16 inputs, of one of the panels. */
-INLINE void unpack_unit(const streams *p, int64_t unit, uint8_t *to, int bits) {
+INLINE void unpack_unit(const streams *p, int64_t unit, int64_t units, uint8_t *to, int bits) {
     __m512i codes[4];
-    prefetch(p, unit + AHEAD, 0, bits);
+    const int64_t ahead = unit + AHEAD;
+    prefetch(p, ahead + (ahead >= units ? units : 0), 0, bits); /* behind this panel lies the other of the pair */
     unpack(p->p4 + unit * 128, p->p6 + unit * 64, p->p8 + unit * 64, codes, bits);
 #pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
@@ -58,13 +60,14 @@ typedef struct feed {
     int64_t unit, left;
     uint8_t *to;
     bool both;
+    int64_t units; /* of a panel */
 } feed;
 
 INLINE void unpack_some(feed *f, int bits) {
     if (f->left > 0) {
-        unpack_unit(f->p, f->unit, f->to, bits);
+        unpack_unit(f->p, f->unit, f->units, f->to, bits);
         if (f->both) {
-            unpack_unit(f->p, f->unit + 1, f->to + UNIT, bits);
+            unpack_unit(f->p, f->unit + 1, f->units, f->to + UNIT, bits);
         }
         f->unit += 2;
         f->to += 2 * UNIT;
@@ -135,14 +138,14 @@ INLINE void pass(const piece *t, const tf_columns *x, int64_t first, float *out,
 }
 
 /* Of what the passes unpack: a unit each if there are four of them, else the first two both units. */
-INLINE feed feed_of(const streams *p, const piece *next, uint8_t *codes, int64_t pass, int64_t passes) {
+INLINE feed feed_of(const streams *p, const piece *next, uint8_t *codes, int64_t pass, int64_t passes, int64_t units) {
     const int64_t blocks = next->blocks_end - next->block;
     const bool both = passes < 4;
     const int64_t panel = both ? pass : pass / 2, half = both ? 0 : pass % 2;
     if (panel >= PANELS) {
-        return (feed){NULL, 0, 0, NULL, false};
+        return (feed){NULL, 0, 0, NULL, false, 0};
     }
-    return (feed){&p[panel], next->block * 2 + half, blocks, codes + half * UNIT + panel * CHUNK, both};
+    return (feed){&p[panel], next->block * 2 + half, blocks, codes + half * UNIT + panel * CHUNK, both, units};
 }
 
 INLINE void next_piece(piece *t, const tf_planes *planes) {
@@ -158,6 +161,7 @@ INLINE void many(const tf_planes *planes, int64_t panel, const tf_columns *x, in
     _Alignas(64) uint8_t codes[2][PANELS * TF_PANEL_ROWS * LONGEST_GROUP];
     piece t = {.group_blocks = planes->group / TF_BLOCK}, next;
     streams p[PANELS];
+    const int64_t units = planes->width / (TF_BLOCK / 2);
     for (int i = 0; i < PANELS; i++) {
         p[i] = panel_streams(planes, panel + i, bits);
         t.scales[i] = planes->scales + (panel + i) * tf_groups(planes->width, planes->group) * TF_PANEL_ROWS;
@@ -165,7 +169,7 @@ INLINE void many(const tf_planes *planes, int64_t panel, const tf_columns *x, in
     const int64_t passes = ((blocks - 1) * TF_MAX_COLUMNS + x[blocks - 1].n + PASS - 1) / PASS;
     next_piece(&t, planes);
     for (int i = 0; i < PANELS; i++) {
-        feed all = {&p[i], 0, t.blocks_end, codes[0] + i * CHUNK, true};
+        feed all = {&p[i], 0, t.blocks_end, codes[0] + i * CHUNK, true, units};
         while (all.left > 0) {
             unpack_some(&all, bits);
         }
@@ -178,7 +182,7 @@ INLINE void many(const tf_planes *planes, int64_t panel, const tf_columns *x, in
         for (int32_t i = 0; i < blocks; i++) {
             for (int64_t first = 0; first < x[i].n; first += PASS, done++) {
                 pass(&t, &x[i], first, tiles + (i * TF_MAX_COLUMNS + first) * TF_PANEL_ROWS,
-                     feed_of(p, &next, codes[side ^ 1], done, passes), bits);
+                     feed_of(p, &next, codes[side ^ 1], done, passes, units), bits);
             }
         }
     }
@@ -218,7 +222,7 @@ INLINE void few_n(const tf_planes *planes, int64_t panel, const tf_columns *x, f
             for (int i = 0; i < PANELS; i++) {
 #pragma GCC unroll 2
                 for (int u = 0; u < 2; u++) {
-                    unpack_unit(&p[i], b * 2 + u, codes + (u * 4 * PANELS + i) * CHUNK, bits);
+                    unpack_unit(&p[i], b * 2 + u, blocks * 2, codes + (u * 4 * PANELS + i) * CHUNK, bits);
                 }
             }
             __asm__ volatile("" ::: "memory");
@@ -257,17 +261,17 @@ SEPARATE(many_4, many, 4)
 SEPARATE(many_6, many, 6)
 SEPARATE(many_8, many, 8)
 SEPARATE(few_4, few, 4)
-SEPARATE(few_6, few, 6)
-SEPARATE(few_8, few, 8)
 
 void tf_wide_avx512(const tf_planes *planes, int64_t panel, const tf_columns *x, int32_t blocks, float *tiles) {
     memset(tiles, 0, sizeof(float) * PANELS * TF_WIDE_COLUMNS * TF_PANEL_ROWS);
-    if (planes->bits == 4 && blocks == 2 && x[1].n > PASS) { /* 4 bits are quickly unpacked: twice beats pieces */
+    if (planes->bits != 4) {
+        (planes->bits == 6 ? many_6 : many_8)(planes, panel, x, blocks, tiles);
+    } else if (blocks == 1) {
+        few_4(planes, panel, x, blocks, tiles);
+    } else if (blocks == 2 && x[1].n > PASS) { /* 4 bits are quickly unpacked: twice beats pieces */
         few_4(planes, panel, x, 1, tiles);
         few_4(planes, panel, x + 1, 1, tiles + TF_MAX_COLUMNS * TF_PANEL_ROWS);
-    } else if (blocks == 1) {
-        (planes->bits == 4 ? few_4 : planes->bits == 6 ? few_6 : few_8)(planes, panel, x, blocks, tiles);
     } else {
-        (planes->bits == 4 ? many_4 : planes->bits == 6 ? many_6 : many_8)(planes, panel, x, blocks, tiles);
+        many_4(planes, panel, x, blocks, tiles);
     }
 }

@@ -38,14 +38,15 @@ enum { TF_BLOCK = 32, TF_MAX_COLUMNS = 8, TF_WIDE_PANELS = 2, TF_WIDE_COLUMNS = 
 /* n columns of activations, quantized (activations.c), interleaved for broadcast loads. */
 typedef struct tf_columns {
     int32_t n;
-    int8_t *q;          /* [width / 4][n][4] */
-    int8_t *low;        /* [width / 4][n][4]  zero where a column has no flag */
-    float *scale;       /* [width / 32][n]    of q, over 128 */
-    float *offset;      /* [groups][n]        what the codes' offset adds, summed over the group */
-    float *base_offset; /* [width / 32][n]    the same for base planes: groups of 32, offset -128, q and low */
-    int32_t *sums;      /* [width / 32][n]    sums of q over both halves of a block: A | B << 16 */
-    int32_t *low_sums;  /* [width / 32][n]    the same of low */
-    uint8_t *flags;     /* [width / 32][8]    a byte a column; NULL: low is not used */
+    int8_t *q;           /* [width / 4][n][4] */
+    int8_t *low;         /* [width / 4][n][4]  zero where a column has no flag */
+    float *scale;        /* [width / 32][n]    of q, over 128 */
+    float *offset;       /* [groups][n]        what the codes' offset adds, summed over the group */
+    float *base_offset;  /* [width / 32][n]    the same for base planes: groups of 32, offset -128, q and low */
+    int32_t *sums;       /* [width / 32][n]    sums of q over both halves of a block: A | B << 16 */
+    int32_t *low_sums;   /* [width / 32][n]    the same of low */
+    uint8_t *flags;      /* [width / 32][8]    a byte a column; NULL: low is not used */
+    const uint8_t *next; /* read after a base's panel: 256 bytes for 32 inputs, fetched meanwhile; NULL: nothing */
 } tf_columns;
 
 /* Sums over both halves of a block in the form that tf_columns holds. */
@@ -66,7 +67,7 @@ static inline bool tf_has_low(const tf_columns *x, int64_t block) {
 /* tile: float32 [x->n][16], overwritten. */
 typedef void (*tf_panel_kernel)(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tile);
 /* The same for two panels and several blocks of columns, at most TF_WIDE_COLUMNS in all, each but the last with
- * TF_MAX_COLUMNS; or for one block of more than 4. tiles: float32 [2][TF_WIDE_COLUMNS][16], aligned to 64 bytes. */
+ * TF_MAX_COLUMNS. tiles: float32 [2][TF_WIDE_COLUMNS][16], aligned to 64 bytes. */
 typedef void (*tf_wide_kernel)(const tf_planes *planes, int64_t panel, const tf_columns *x, int32_t blocks,
                                float *tiles);
 /* The same for a base of Q2_K to Q6_K. */
@@ -82,7 +83,9 @@ typedef struct tf_kernel {
     tf_quantizer quantize;
     int32_t max_columns;     /* of a block, at most TF_MAX_COLUMNS */
     tf_wide_kernel run_wide; /* may be NULL */
-    int32_t wide_from[2];    /* columns from which it is faster, for codes of 4 bits and of more */
+    /* Columns from which it is faster, where there is a base or a residual alone and where both are multiplied in
+     * turns: for codes of 4 bits, of more. */
+    int32_t wide_from[2][2];
     bool (*supported)(void);
     /* Does `rounds` times the instruction that products are made of, on registers only; returns the
      * multiplications and additions done. NULL: no peak to compare with. */

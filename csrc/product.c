@@ -8,6 +8,7 @@
 #include <string.h>
 
 enum { TAKE = 4 }; /* panels at a time */
+enum { FEW = 5 };  /* columns, see fetched_beside() */
 
 static int64_t product_rows(const tf_product *product) {
     return product->base != NULL ? product->base->rows : product->residual.rows;
@@ -51,9 +52,9 @@ static columns columns_from(const tf_activations *x, int64_t block) {
     return c;
 }
 
-static void planes_tiles(const tf_kernel *kernel, const tf_planes *planes, int64_t panel, int64_t panels,
+static void planes_tiles(const tf_kernel *kernel, const tf_planes *planes, int64_t panel, int64_t panels, bool in_turns,
                          const columns *x, tiles *out) {
-    if (panels == TF_WIDE_PANELS && kernel->run_wide != NULL && x->n >= kernel->wide_from[planes->bits > 4]) {
+    if (panels == TF_WIDE_PANELS && kernel->run_wide != NULL && x->n >= kernel->wide_from[in_turns][planes->bits > 4]) {
         kernel->run_wide(planes, panel, x->blocks, x->count, &out->at[0][0][0]);
         return;
     }
@@ -64,18 +65,28 @@ static void planes_tiles(const tf_kernel *kernel, const tf_planes *planes, int64
     }
 }
 
-static void base_tiles(const tf_kernel *kernel, const tf_base *base, int64_t panel, int64_t panels, columns *x,
+/* The residual's first plane is fetched beside few columns of a base: with them memory is what a product waits for, and
+ * it would rest meanwhile. At 4 bits the residual is too small for that to gain. */
+static const uint8_t *fetched_beside(const tf_product *product, int64_t panel, const columns *x) {
+    const tf_planes *planes = &product->residual;
+    const bool wanted = product->has_residual && planes->bits > 4 && x->n <= FEW;
+    return wanted ? planes->plane4 + panel * planes->width * (TF_PANEL_ROWS / 2) : NULL;
+}
+
+static void base_tiles(const tf_kernel *kernel, const tf_product *product, int64_t panel, int64_t panels, columns *x,
                        tiles *out) {
+    const tf_base *base = product->base;
     if (base->supers == NULL) {
         columns own = *x;
         for (int32_t b = 0; b < own.count; b++) {
             own.blocks[b].offset = own.blocks[b].base_offset;
         }
-        planes_tiles(kernel, &base->planes, panel, panels, &own, out);
+        planes_tiles(kernel, &base->planes, panel, panels, product->has_residual, &own, out);
         return;
     }
     for (int64_t i = 0; i < panels; i++) {
         for (int32_t b = 0; b < x->count; b++) {
+            x->blocks[b].next = fetched_beside(product, panel + i, x);
             kernel->run_supers(base, panel + i, &x->blocks[b], out->at[i][b * kernel->max_columns]);
         }
     }
@@ -84,13 +95,13 @@ static void base_tiles(const tf_kernel *kernel, const tf_base *base, int64_t pan
 static void run_columns(const tf_kernel *kernel, const tf_product *product, int64_t panel, int64_t panels, columns *x) {
     tiles base, residual;
     if (product->base != NULL) {
-        base_tiles(kernel, product->base, panel, panels, x, &base);
+        base_tiles(kernel, product, panel, panels, x, &base);
     }
     if (product->has_residual) {
         for (int32_t b = 0; b < x->count; b++) {
             x->blocks[b].flags = NULL; /* the residual is small: 8 bits do */
         }
-        planes_tiles(kernel, &product->residual, panel, panels, x, &residual);
+        planes_tiles(kernel, &product->residual, panel, panels, product->base != NULL, x, &residual);
     }
     const bool both = product->base != NULL && product->has_residual;
     for (int64_t i = 0; i < panels; i++) {
