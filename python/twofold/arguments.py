@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any, TypeAlias
 
 import twofold
-from twofold import commands, conversation, device_arguments, plan_command
-from twofold.accept import DEPTHS
-from twofold.benchplan import DRAFTS, LOOKUPS
+from twofold import commands, conversation, device_arguments, measure_arguments, plan_command
+from twofold.argument_types import Parsers, add_pair, command, number
 from twofold.loop import MAX_DRAFT
 from twofold.merge import FILE_TYPES
-from twofold.prompts import BY_NAME, COPY, KINDS, RANDOM
 from twofold.server import run as server
 from twofold.terminal import AUTO, NEVER, WHEN
 from twofold.whole import TYPES as WHOLE_TYPES
-from twofold.windows import BATCH
-
-Parsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,52 +31,26 @@ def parser() -> argparse.ArgumentParser:
         _add_chat,
         _add_serve,
         _add_merge,
-        _add_eval,
+        measure_arguments.add_eval,
         _add_info,
-        _add_accept,
-        _add_bench,
+        measure_arguments.add_accept,
+        measure_arguments.add_bench,
         _add_plugin,
     ):
         add(parsers)
     about = "predict tokens a second of ways to run a model on a machine, and say which to take"
     example = "model.Q8_0.gguf --vram 12GiB --vram-bandwidth 500GB/s --pcie 25GB/s"
-    plan_command.add_arguments(_command(parsers, "plan", plan_command.run, about, example))
+    plan_command.add_arguments(command(parsers, "plan", plan_command.run, about, example))
     return top
 
 
-def _command(
-    parsers: Parsers, name: str, run: Callable[[argparse.Namespace], int], about: str, example: str
-) -> argparse.ArgumentParser:
-    parser = parsers.add_parser(
-        name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=f"example: twofold {name} {example}"
-    )
-    parser.set_defaults(run=run)
-    return parser
-
-
-def _number(kind: Callable[[str], Any], least: float, most: float = float("inf")) -> Callable[[str], Any]:
-    """Return an argparse type for numbers from `least` to `most`."""
-
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not least <= value <= most:
-            bounds = f"from {least:g} to {most:g}" if most != float("inf") else f"{least:g} or more"
-            raise argparse.ArgumentTypeError(f"{text!r}: {'an integer' if kind is int else 'a number'}, {bounds}")
-        return value
-
-    return parse
-
-
 def _draft(text: str) -> int | str:
-    return text if text == "auto" else int(_number(int, 0, MAX_DRAFT)(text))
+    return text if text == "auto" else int(number(int, 0, MAX_DRAFT)(text))
 
 
 def _add_convert(parsers: Parsers) -> None:
     about = "convert a GGUF model into NAME.base.gguf and NAME.residual.gguf"
-    parser = _command(parsers, "convert", commands.convert, about, "model.Q8_0.gguf model --residual-bits 6")
+    parser = command(parsers, "convert", commands.convert, about, "model.Q8_0.gguf model --residual-bits 6")
     parser.add_argument(
         "source", metavar="SRC", help="GGUF file (first part of a split one), or hf://ORG/REPO/FILE.gguf"
     )
@@ -95,7 +62,7 @@ def _add_convert(parsers: Parsers) -> None:
     )
     add("--calibration", "--imatrix", metavar="FILE", help=calibration)
     bpw = "choose types for each matrix within so many bits a weight, by the calibration's sensitivities"
-    add("--base-bpw", type=_number(float, 1), metavar="BITS", help=bpw)
+    add("--base-bpw", type=number(float, 1), metavar="BITS", help=bpw)
     add("--base-types", metavar="T,T,...", help="types that --base-bpw chooses from (default: q2_k to q8_0)")
     whole = "layers (0-3,27) or a regex on tensor names: kept whole in the base, without a residual"
     add("--whole", metavar="LAYERS|REGEX", help=whole)
@@ -107,7 +74,7 @@ def _add_convert(parsers: Parsers) -> None:
     bits = "bits of the residual that are written; fewer can be used later (default: 8)"
     parser.add_argument("--residual-bits", type=int, choices=(4, 6, 8), default=8, help=bits)
     parser.add_argument("--group", type=int, default=128, metavar="N", help="weights that share a scale (default: 128)")
-    parser.add_argument("--threads", type=_number(int, 1), metavar="N", help="default: one for each CPU")
+    parser.add_argument("--threads", type=number(int, 1), metavar="N", help="default: one for each CPU")
     _add_writing(parser)
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
@@ -120,41 +87,36 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
 def _add_calibrate(parsers: Parsers) -> None:
     about = "run a model over texts and note what its matrices are multiplied by, for twofold convert --calibration"
     example = "model.Q8_0.gguf calib.gguf --text mine.txt"
-    parser = _command(parsers, "calibrate", commands.calibrate, about, example)
+    parser = command(parsers, "calibrate", commands.calibrate, about, example)
     add = parser.add_argument
     add("source", metavar="SRC", help="model in GGUF, best the one to be converted, or hf://ORG/REPO/FILE.gguf")
     add("out", metavar="OUT", help="file to write: an importance matrix that llama.cpp reads too, and more")
     add("--text", nargs="+", metavar="FILE", default=[], help="texts in UTF-8 (default: those of the package)")
-    add("--tokens", type=_number(int, 32), default=16384, metavar="N", help="most tokens of them (default: 16384)")
-    add("--chunk", type=_number(int, 32), default=512, metavar="N", help="tokens decoded together (default: 512)")
+    add("--tokens", type=number(int, 32), default=16384, metavar="N", help="most tokens of them (default: 16384)")
+    add("--chunk", type=number(int, 32), default=512, metavar="N", help="tokens decoded together (default: 512)")
     add("--no-moments", action="store_true", help="importance alone: a small file, no error feedback")
     add("--sensitivity", action="store_true", help="measure sensitivities, which --base-bpw goes by (minutes)")
-    add("--gpu-layers", type=_number(int, -1), default=0, metavar="N", help="layers in VRAM (default: 0; -1: all)")
-    add("--threads", type=_number(int, 1), metavar="N", help="default: one for each core")
+    add("--gpu-layers", type=number(int, -1), default=0, metavar="N", help="layers in VRAM (default: 0; -1: all)")
+    add("--threads", type=number(int, 1), metavar="N", help="default: one for each core")
     _add_writing(parser)
 
 
 def _add_inspect(parsers: Parsers) -> None:
     about = "show what is in a pair"
-    parser = _command(parsers, "inspect", commands.inspect, about, "model.base.gguf --tensors")
-    _add_pair(parser)
+    parser = command(parsers, "inspect", commands.inspect, about, "model.base.gguf --tensors")
+    add_pair(parser)
     parser.add_argument("--tensors", action="store_true", help="list every tensor too")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _add_pair(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("base", metavar="BASE", help="NAME.base.gguf")
-    parser.add_argument("--residual", metavar="PATH", help="default: NAME.residual.gguf beside the base")
-
-
 def _add_generate(parsers: Parsers) -> None:
     about = "continue a prompt"
-    parser = _command(parsers, "generate", conversation.generate, about, "model.base.gguf -p 'Tell a story.' -n 200")
+    parser = command(parsers, "generate", conversation.generate, about, "model.base.gguf -p 'Tell a story.' -n 200")
     _add_model(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("-p", "--prompt", metavar="PROMPT", help="the prompt; - reads it from standard input")
     prompt.add_argument("-f", "--file", metavar="FILE", help="file with the prompt")
-    parser.add_argument("-n", "--tokens", type=_number(int, 1), default=128, help="most tokens (default: 128)")
+    parser.add_argument("-n", "--tokens", type=number(int, 1), default=128, help="most tokens (default: 128)")
     parser.add_argument("--raw", action="store_true", help="do not put the prompt into the model's chat template")
     stats = "show rate and acceptance while generating, on standard error if it is a terminal"
     parser.add_argument("--stats", action="store_true", help=stats)
@@ -163,54 +125,54 @@ def _add_generate(parsers: Parsers) -> None:
 
 def _add_chat(parsers: Parsers) -> None:
     about = "talk with the model; /reset starts anew, /quit or Ctrl-D ends, Ctrl-C stops an answer"
-    parser = _command(parsers, "chat", conversation.chat, about, "model.base.gguf --system 'Be brief.' --temp 0.7")
+    parser = command(parsers, "chat", conversation.chat, about, "model.base.gguf --system 'Be brief.' --temp 0.7")
     _add_model(parser)
-    parser.add_argument("-n", "--tokens", type=_number(int, 1), help="most tokens of an answer (default: no limit)")
+    parser.add_argument("-n", "--tokens", type=number(int, 1), help="most tokens of an answer (default: no limit)")
     parser.add_argument("--stats", action="store_true", help="print a line of statistics after each answer")
 
 
 def _add_serve(parsers: Parsers) -> None:
     about = "answer OpenAI's API over HTTP (needs twofold[server])"
-    parser = _command(parsers, "serve", server.serve, about, "model.base.gguf --port 8080")
+    parser = command(parsers, "serve", server.serve, about, "model.base.gguf --port 8080")
     _add_loading(parser)
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1: this machine alone)")
-    add("--port", type=_number(int, 0, 65535), default=8080, help="0: any free one (default: 8080)")
+    add("--port", type=number(int, 0, 65535), default=8080, help="0: any free one (default: 8080)")
     add("--api-key", metavar="KEY", help="that requests must carry (default: $TWOFOLD_API_KEY, or none)")
     add("--alias", metavar="NAME", help="name of the model in /v1/models (default: NAME of NAME.base.gguf)")
     template = "llama_cpp's format of chats, as chatml-function-calling (default: the model's own template)"
     add("--chat-format", metavar="NAME", help=template)
     length = "most tokens of prompt and answer together (default: the context)"
-    add("--max-length", type=_number(int, 2), metavar="N", help=length)
-    add("--max-body", type=_number(int, 1), default=4 << 20, metavar="BYTES", help="of a request (default: 4 MiB)")
-    add("--queue", type=_number(int, 0), default=32, metavar="N", help="requests that may wait (default: 32)")
-    add("--grace", type=_number(float, 0), default=30, metavar="S", help="seconds for answers on SIGTERM (default: 30)")
+    add("--max-length", type=number(int, 2), metavar="N", help=length)
+    add("--max-body", type=number(int, 1), default=4 << 20, metavar="BYTES", help="of a request (default: 4 MiB)")
+    add("--queue", type=number(int, 0), default=32, metavar="N", help="requests that may wait (default: 32)")
+    add("--grace", type=number(float, 0), default=30, metavar="S", help="seconds for answers on SIGTERM (default: 30)")
     batch = "tokens of a prompt decoded at once; clients that leave are noticed in between (default: 512)"
-    add("--batch", type=_number(int, 1), default=512, metavar="N", help=batch)
+    add("--batch", type=number(int, 1), default=512, metavar="N", help=batch)
 
 
 def _add_loading(parser: argparse.ArgumentParser) -> None:
-    _add_pair(parser)
+    add_pair(parser)
     add = parser.add_argument
     draft = "tokens drafted before each check, 0 to 32; auto: as far as it pays (default)"
     add("--draft", type=_draft, default="auto", metavar="N|auto", help=draft)
     drafter = "guesses for the base to check: ngram (the text so far, default), none, or a GGUF of the same vocabulary"
     add("--drafter", default="ngram", metavar="ngram|none|FILE", help=drafter)
     add("--residual-bits", type=int, choices=(0, 4, 6, 8), help="bits verified with; 0: base alone (default: all)")
-    add("--ctx", type=_number(int, 0), default=4096, help="tokens of context; 0: the model's own (default: 4096)")
-    add("--threads", type=_number(int, 1), metavar="N", help="default: one for each core")
+    add("--ctx", type=number(int, 0), default=4096, help="tokens of context; 0: the model's own (default: 4096)")
+    add("--threads", type=number(int, 1), metavar="N", help="default: one for each core")
     device_arguments.add_arguments(parser)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     _add_loading(parser)
     add = parser.add_argument
-    add("--temp", type=_number(float, 0), default=0.0, help="temperature (default: 0: greedy, the likeliest token)")
-    add("--top-k", type=_number(int, 0), default=40, help="sample from the K likeliest; 0: all (default: 40)")
-    add("--top-p", type=_number(float, 0, 1), default=0.95, help="sample from this share (default: 0.95)")
-    add("--min-p", type=_number(float, 0, 1), default=0.05, help="least share of the likeliest's (default: 0.05)")
-    add("--repeat-penalty", type=_number(float, 0), default=1.0, help="1: none (default)")
-    add("--seed", type=_number(int, 0, 2**32 - 1), help="of the sampler (default: random)")
+    add("--temp", type=number(float, 0), default=0.0, help="temperature (default: 0: greedy, the likeliest token)")
+    add("--top-k", type=number(int, 0), default=40, help="sample from the K likeliest; 0: all (default: 40)")
+    add("--top-p", type=number(float, 0, 1), default=0.95, help="sample from this share (default: 0.95)")
+    add("--min-p", type=number(float, 0, 1), default=0.05, help="least share of the likeliest's (default: 0.05)")
+    add("--repeat-penalty", type=number(float, 0), default=1.0, help="1: none (default)")
+    add("--seed", type=number(int, 0, 2**32 - 1), help="of the sampler (default: random)")
     add("--system", metavar="TEXT", help="system message")
     colour = "paint accepted drafts and the full model's own tokens; auto (if no value): only where a terminal shows it"
     add("--colour", "--color", nargs="?", choices=WHEN, const=AUTO, default=NEVER, help=colour)
@@ -218,121 +180,26 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _add_merge(parsers: Parsers) -> None:
     about = "add the residual to the base for good, as one ordinary GGUF file"
-    parser = _command(parsers, "merge", commands.merge, about, "model.base.gguf model.f16.gguf --type f16")
-    _add_pair(parser)
+    parser = command(parsers, "merge", commands.merge, about, "model.base.gguf model.f16.gguf --type f16")
+    add_pair(parser)
     parser.add_argument("out", metavar="OUT", help="file to write")
     parser.add_argument("--type", choices=tuple(FILE_TYPES), default="f16", help="of the merged tensors (default: f16)")
     parser.add_argument("--residual-bits", type=int, choices=(4, 6, 8), help="bits to merge (default: all in the file)")
     _add_writing(parser)
 
 
-def _add_eval(parsers: Parsers) -> None:
-    about = "measure pairs and other GGUF files against a reference model: KL divergence, top-1 agreement, perplexity"
-    example = "model.base.gguf --reference model.f16.gguf --compare model.Q8_0.gguf --plot quality.png"
-    parser = _command(parsers, "eval", commands.evaluate, about, example)
-    add = parser.add_argument
-    add("pairs", metavar="PAIR", nargs="+", help="NAME.base.gguf, its residual beside it")
-    add("--reference", required=True, metavar="SRC", help="GGUF file to compare with; it is always run in float32")
-    add(
-        "--text",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="FILE",
-        help="texts in UTF-8 (default: those that come with twofold)",
-    )
-    add("--compare", nargs="+", action="extend", default=[], metavar="OTHER", help="other GGUF files to measure")
-    modes = "exact: weights and activations in float32; runtime: as the model really runs (default: both)"
-    add("--mode", choices=("exact", "runtime", "both"), default="both", help=modes)
-    bits = "residual bits that pairs are measured at; 0: the base alone (default: all that a file holds)"
-    add("--bits", type=int, nargs="+", choices=(0, 4, 6, 8), default=[0, 4, 6, 8], help=bits)
-    add("--ctx", type=_number(int, 8), default=512, metavar="N", help="tokens of a window (default: 512)")
-    add("--tokens", type=_number(int, 8), default=2048, metavar="N", help="most tokens of a text (default: 2048)")
-    scratch = (
-        "folder for float32 copies of models, 4 bytes a weight, removed afterwards (default: scratch beside the cache)"
-    )
-    add("--scratch", metavar="DIR", help=scratch)
-    cache = "do not keep the reference's logits (kept in $TWOFOLD_CACHE/eval, by default ~/.cache/twofold/eval)"
-    add("--no-cache", action="store_true", help=cache)
-    add("--threads", type=_number(int, 1), metavar="N", help="default: one for each core")
-    layers = "layers in VRAM, runtime only (default: 0; llama.cpp then still sends batches of 32 and more to a GPU)"
-    add("--gpu-layers", type=_number(int, -1), default=0, metavar="N", help=layers)
-    batch = f"tokens of a decode, runtime only: kernels differ by it (default: {BATCH})"
-    add("--batch", type=_number(int, 1), default=BATCH, metavar="N", help=batch)
-    add("--json", metavar="FILE", help="write rows and metadata as JSON")
-    add("--plot", metavar="FILE", help="draw KLD against bits a weight in RAM (needs twofold[plot])")
-    add("--progress", action="store_true", help="show the progress bar even if stderr is no terminal")
-
-
 def _add_info(parsers: Parsers) -> None:
     about = "show versions, CPU, kernels and devices, and where the parts of a pair would lie"
-    parser = _command(parsers, "info", commands.info, about, "model.base.gguf")
+    parser = command(parsers, "info", commands.info, about, "model.base.gguf")
     parser.add_argument("base", metavar="BASE", nargs="?", help="NAME.base.gguf: load it and say where every part lies")
     parser.add_argument("--residual", metavar="PATH", help="default: NAME.residual.gguf beside the base")
-    parser.add_argument("--ctx", type=_number(int, 0), default=4096, help="tokens of context (default: 4096)")
+    parser.add_argument("--ctx", type=number(int, 0), default=4096, help="tokens of context (default: 4096)")
     device_arguments.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_plugin(parsers: Parsers) -> None:
     about = "show the plugin for stock llama.cpp programs, and the line to run one with it"
-    parser = _command(parsers, "plugin", commands.show_plugin, about, "--residual model.residual.gguf")
+    parser = command(parsers, "plugin", commands.show_plugin, about, "--residual model.residual.gguf")
     parser.add_argument("--path", action="store_true", help="print the plugin's path only, for GGML_BACKEND_PATH")
     parser.add_argument("--residual", metavar="FILE", help="name this residual and its base in the line")
-
-
-def _add_accept(parsers: Parsers) -> None:
-    about = "measure tokens per check by depth of draft, and acceptance by position; nothing is timed"
-    parser = _command(parsers, "accept", commands.accept, about, "model.base.gguf --drafter small.gguf --json out.json")
-    add = parser.add_argument
-    add("pairs", metavar="PAIR", nargs="+", help="NAME.base.gguf; the full model of the first makes the texts")
-    drafter = "ordinary GGUF files that draft with a cache of their own; same vocabulary"
-    add("--drafter", metavar="GGUF", nargs="+", action="extend", default=[], help=drafter)
-    add("--drafters-only", action="store_true", help="do not measure the bases of the pairs")
-    depths = f"tokens of a draft, 1 to {MAX_DRAFT} (default: {' '.join(map(str, DEPTHS))})"
-    add("--depths", metavar="K", nargs="+", type=_number(int, 1, MAX_DRAFT), default=list(DEPTHS), help=depths)
-    add("-n", "--tokens", type=_number(int, 3), default=64, help="most tokens of a text (default: 64)")
-    add("--prompts", type=_number(int, 1), metavar="N", help="the first N prompts of the package's set (default: all)")
-    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of prompts (default: all)")
-    texts = "JSON lines: texts found here are used, whoever made them; missing ones are made and added"
-    add("--texts", metavar="FILE", help=texts)
-    add("--residual-bits", type=int, choices=(4, 6, 8), help="bits verified with (default: all in the file)")
-    add("--threads", type=_number(int, 1), metavar="N", help="default: one for each core")
-    add("--gpu-layers", type=_number(int, -1), default=-1, metavar="N", help="layers in VRAM (default: -1: all)")
-    add("--json", metavar="FILE", help="write everything that was measured here, for each prompt too")
-    add("--plot", metavar="FILE", help="draw tokens per check against the depth (needs matplotlib)")
-    add("--progress", action="store_true", help="show progress bars even if stderr is no terminal")
-
-
-def _add_bench(parsers: Parsers) -> None:
-    about = "measure tokens a second: plain decoding, numbers of drafts, other GGUF files, taking turns"
-    example = "model.base.gguf --compare model.Q8_0.gguf --drafter small.gguf --plot speed.png"
-    parser = _command(parsers, "bench", commands.bench, about, example)
-    _add_pair(parser)
-    add = parser.add_argument
-    compare = "ordinary GGUF files of the same vocabulary, run by llama-cpp-python: plain and with prompt lookup"
-    add("--compare", nargs="+", action="extend", default=[], metavar="OTHER", help=compare)
-    add("--drafter", metavar="SMALL", help="ordinary small GGUF that drafts for those of --compare, with its own cache")
-    drafts = f"numbers of draft tokens beside plain and auto, 1 to {MAX_DRAFT} (default: {' '.join(map(str, DRAFTS))})"
-    add("--drafts", metavar="K", nargs="*", type=_number(int, 1, MAX_DRAFT), default=list(DRAFTS), help=drafts)
-    lookup = f"lengths of prompt lookup (default: {' '.join(map(str, LOOKUPS))}); none: without"
-    add("--lookup", metavar="K", nargs="*", type=_number(int, 1, MAX_DRAFT), default=list(LOOKUPS), help=lookup)
-    bits = "bits verified with, one or several (default: all in the file)"
-    add("--residual-bits", type=int, nargs="+", choices=(4, 6, 8), default=[], help=bits)
-    add("-n", "--tokens", type=_number(int, 2), default=64, help="most tokens of a text (default: 64)")
-    add("--prompts", type=_number(int, 1), default=20, metavar="N", help="the first N of the kinds (default: 20)")
-    kinds = (
-        f"kinds of prompts (default: all but {COPY}: edits and quotations, and {RANDOM}: random tokens, the worst case "
-        "with --temp 1.5)"
-    )
-    add("--kinds", nargs="+", choices=(*KINDS, *BY_NAME), default=list(KINDS), help=kinds)
-    temp = "temperature, nothing cut off the distribution (default: 0: greedy)"
-    add("--temp", type=_number(float, 0), default=0.0, help=temp)
-    add("--seed", type=_number(int, 1, 2**31), default=1, help="of samplers and of the order of turns (default: 1)")
-    add("--repeat", type=_number(int, 1), default=1, metavar="N", help="do everything N times (default: 1)")
-    add("--threads", type=_number(int, 1), metavar="N", help="default: one for each core")
-    add("--gpu-layers", type=_number(int, -1), default=-1, metavar="N", help="layers in VRAM (default: -1: all)")
-    add("--no-claim", action="store_true", help="leave products of base weights to ggml")
-    add("--json", metavar="FILE", help="write rows, every run and metadata")
-    add("--plot", metavar="FILE", help="draw bars of tokens a second (needs twofold[plot])")
-    add("--progress", action="store_true", help="show the progress bar even if stderr is no terminal")

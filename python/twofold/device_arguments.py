@@ -7,18 +7,19 @@ from argparse import Namespace
 from typing import Any
 
 from twofold import errors, units
+from twofold.argument_types import number
 from twofold.loading import STAGE_BYTES, STAGE_COLUMNS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --gpu-layers and what goes with it."""
     add = parser.add_argument
-    add("--gpu-layers", type=_count(-1), default=-1, metavar="N", help="layers in VRAM (default: -1: all)")
+    add("--gpu-layers", type=number(int, -1), default=-1, metavar="N", help="layers in VRAM (default: -1: all)")
     columns = (
         "prompts of so many tokens or more are completed on their device, the others by the CPU; 0: all by the CPU "
         f"(default: {STAGE_COLUMNS})"
     )
-    add("--stage-columns", type=_count(0), default=STAGE_COLUMNS, metavar="N", help=columns)
+    add("--stage-columns", type=number(int, 0), default=STAGE_COLUMNS, metavar="N", help=columns)
     memory = f"memory of each device taken for that (default: {STAGE_BYTES >> 20}MiB)"
     add("--stage-memory", type=_size, default=STAGE_BYTES, metavar="SIZE", help=memory)
     add("--rpc", metavar="HOST:PORT,...", help="servers of ggml's RPC backend whose devices are used too")
@@ -32,19 +33,6 @@ def options(arguments: Namespace) -> dict[str, Any]:
         "stage_bytes": arguments.stage_memory,
         "rpc_servers": arguments.rpc,
     }
-
-
-def _count(least: int) -> Any:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text!r}: an integer, {least} or more")
-        return value
-
-    return parse
 
 
 def _size(text: str) -> int:
