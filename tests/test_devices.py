@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,7 +23,6 @@ from measure_devices import crossing, staged
 from measure_verifier import kl_divergence, logits_of
 from random_pair import SHAPES, write_pair
 from twofold import devices, errors, info, whereabouts
-from twofold.cli import main
 from twofold.convert import convert
 from twofold.engine import DeviceUse, Seen
 from twofold.stats import Stats
@@ -80,11 +80,17 @@ def test_what_a_device_cannot_do_is_told() -> None:
     assert "cannot add results" in told
 
 
-def test_info_of_a_pair_on_the_cpu(tiny_pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if any(device.kind != "cpu" for device in devices.devices()):
-        pytest.skip("this machine has a device")
-    assert main(["info", str(tiny_pair), "--json"]) == 0
-    pair = json.loads(capsys.readouterr().out)["pair"]
+def without_devices(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run Python where no GPU is seen, whether or not this machine has one."""
+    hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES"), "")
+    return subprocess.run(
+        [sys.executable, *command], check=True, env=os.environ | hidden, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_info_of_a_pair_on_the_cpu(tiny_pair: Path) -> None:
+    document = json.loads(without_devices("-m", "twofold", "info", str(tiny_pair), "--json").stdout)
+    pair = document["pair"]
     places = {part["name"]: part["place"] for part in pair["parts"]}
     assert places == dict.fromkeys(("embeddings", "layers", "head", "KV cache", "other weights"), "RAM")
     assert pair["devices"] == []
@@ -94,15 +100,22 @@ def test_info_of_a_pair_on_the_cpu(tiny_pair: Path, capsys: pytest.CaptureFixtur
     assert "warning" in rows
 
 
-def test_a_build_for_gpus_without_one_warns(tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if any(device.kind != "cpu" for device in devices.devices()):
-        pytest.skip("this machine has a device")
-    monkeypatch.setattr("twofold.llama.gpu_backends", lambda: ["CUDA"])
-    with pytest.warns(errors.PlacementWarning, match="no device was found"):
-        twofold.Llama(tiny_pair, n_gpu_layers=-1, **SETTINGS).close()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", errors.PlacementWarning)
-        twofold.Llama(tiny_pair, n_gpu_layers=0, **SETTINGS).close()
+GPU_BUILD = """
+import sys, warnings, twofold
+from twofold import llama
+llama.gpu_backends = lambda: ["CUDA"]
+for layers in (-1, 0):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", twofold.errors.PlacementWarning)
+        twofold.Llama(sys.argv[1], n_gpu_layers=layers, n_ctx=256, verbose=False).close()
+    print(layers, [str(found.message) for found in caught if found.category is twofold.errors.PlacementWarning])
+"""
+
+
+def test_a_build_for_gpus_without_one_warns(tiny_pair: Path) -> None:
+    all_layers, none = without_devices("-c", GPU_BUILD, str(tiny_pair)).stdout.splitlines()
+    assert "no device was found" in all_layers
+    assert none == "0 []"
 
 
 # ---- arguments ---------------------------------------------------------------------------------------
