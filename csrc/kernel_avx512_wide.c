@@ -1,11 +1,10 @@
 /* AVX-512 VNNI for many columns: codes of two panels are unpacked once into a buffer that stays in the first-level
  * cache, a piece of the width at a time, and all columns are multiplied by them, 4 at a time: 8 dot products, their
  * sums and results are 24 of the 32 registers, and a broadcast serves both panels. */
-#define HINT _MM_HINT_T0
 #include "kernel_avx512.h"
 
 enum { PANELS = TF_WIDE_PANELS, CHUNK = 64, PASS = 4, PIECE = 256, LONGEST_GROUP = 1024, UNIT = 4 * PANELS * CHUNK };
-enum { AHEAD = 40 }; /* units that are fetched early; 12 to 32 differ by less than runs do */
+enum { AHEAD = 40 }; /* units that are fetched early; 20 to 72 differ by little more than runs do */
 
 /* A piece of the width: whole groups, of about PIECE inputs. */
 typedef struct piece {
