@@ -10,7 +10,7 @@
 #define INLINE static inline __attribute__((always_inline))
 /* Keeps GCC from loading or adding up what comes later first: there are 16 registers. */
 #define IN_ORDER(v) __asm__ volatile("" : "+x"(v))
-enum { MAX_COLUMNS = 4, PREFETCH = 4096 }; /* bytes ahead of the reader, as for AVX-512 */
+enum { MAX_COLUMNS = 4, AHEAD = 48 /* blocks of 32 inputs that are fetched early, as for AVX-512 */ };
 
 INLINE __m256i and8(__m256i a, int mask) { return _mm256_and_si256(a, _mm256_set1_epi8((char)mask)); }
 INLINE __m256i left(__m256i v, int by) { return _mm256_slli_epi16(v, by); }
@@ -156,14 +156,14 @@ INLINE void block_sums(const streams *p, int64_t b, const tf_columns *x, const i
 
 INLINE void prefetch(const streams *p, int64_t b, int bits) {
     for (int line = 0; line < 4; line++) {
-        _mm_prefetch((const char *)p->p4 + b * 256 + line * 64 + PREFETCH, _MM_HINT_T0);
+        _mm_prefetch((const char *)p->p4 + b * 256 + line * 64, _MM_HINT_T0);
     }
     for (int line = 0; line < 2; line++) {
         if (bits >= 6) {
-            _mm_prefetch((const char *)p->p6 + b * 128 + line * 64 + PREFETCH, _MM_HINT_T0);
+            _mm_prefetch((const char *)p->p6 + b * 128 + line * 64, _MM_HINT_T0);
         }
         if (bits == 8) {
-            _mm_prefetch((const char *)p->p8 + b * 128 + line * 64 + PREFETCH, _MM_HINT_T0);
+            _mm_prefetch((const char *)p->p8 + b * 128 + line * 64, _MM_HINT_T0);
         }
     }
 }
@@ -174,6 +174,7 @@ INLINE void panel_n(const tf_planes *planes, int64_t panel, const tf_columns *x,
     const uint8_t *p4 = planes->plane4 + panel * planes->width * 8;
     const streams p = {p4, bits >= 6 ? planes->plane6 + panel * planes->width * 4 : p4,
                        bits == 8 ? planes->plane8 + panel * planes->width * 4 : p4};
+    const int64_t groups_ahead = AHEAD / group_blocks;
     const uint16_t *scales = planes->scales + panel * groups * TF_PANEL_ROWS;
     __m256 results[2][MAX_COLUMNS], sums[2][MAX_COLUMNS];
     for (int j = 0; j < n; j++) {
@@ -184,8 +185,9 @@ INLINE void panel_n(const tf_planes *planes, int64_t panel, const tf_columns *x,
         for (int j = 0; j < n; j++) {
             sums[0][j] = sums[1][j] = _mm256_set1_ps(x->offset[g * n + j]);
         }
+        _mm_prefetch((const char *)(scales + (g + groups_ahead) * TF_PANEL_ROWS), _MM_HINT_T0);
         for (; b < end; b++) {
-            prefetch(&p, b, bits);
+            prefetch(&p, b + AHEAD, bits);
             block_sums(&p, b, x, x->q, 1.0f, sums, bits, n);
             if (tf_has_low(x, b)) {
                 streams again = p;

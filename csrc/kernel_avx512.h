@@ -48,14 +48,20 @@ INLINE streams panel_streams(const tf_planes *planes, int64_t panel, int bits) {
                      bits == 8 ? planes->plane8 + panel * planes->width * 4 : p4};
 }
 
-/* Fetches the unit of 16 inputs that lies `ahead` bytes behind unit `at` in each plane. */
-INLINE void prefetch(const streams *p, int64_t at, int64_t ahead, int bits) {
-    _mm_prefetch((const char *)(p->p4 + at * 128 + ahead), _MM_HINT_T0);
-    _mm_prefetch((const char *)(p->p4 + at * 128 + 64 + ahead), _MM_HINT_T0);
+/* Fetches a unit of 16 inputs. */
+INLINE void prefetch(const streams *p, int64_t unit, int bits) {
+    _mm_prefetch((const char *)(p->p4 + unit * 128), _MM_HINT_T0);
+    _mm_prefetch((const char *)(p->p4 + unit * 128 + 64), _MM_HINT_T0);
     if (bits >= 6) {
-        _mm_prefetch((const char *)(p->p6 + at * 64 + ahead), _MM_HINT_T0);
+        _mm_prefetch((const char *)(p->p6 + unit * 64), _MM_HINT_T0);
     }
     if (bits == 8) {
-        _mm_prefetch((const char *)(p->p8 + at * 64 + ahead), _MM_HINT_T0);
+        _mm_prefetch((const char *)(p->p8 + unit * 64), _MM_HINT_T0);
     }
+}
+
+/* Fetches a panel's scales of a group: a line now and then, too seldom for the CPU to see a stream in it, and a product
+ * cannot go on without. */
+INLINE void prefetch_scales(const uint16_t *scales, int64_t group) {
+    _mm_prefetch((const char *)(scales + group * TF_PANEL_ROWS), _MM_HINT_T0);
 }

@@ -17,7 +17,7 @@ typedef struct piece {
 INLINE void unpack_unit(const streams *p, int64_t unit, int64_t units, uint8_t *to, int bits) {
     __m512i codes[4];
     const int64_t ahead = unit + AHEAD;
-    prefetch(p, ahead + (ahead >= units ? units : 0), 0, bits); /* behind this panel lies the other of the pair */
+    prefetch(p, ahead + (ahead >= units ? units : 0), bits); /* behind this panel lies the other of the pair */
     unpack(p->p4 + unit * 128, p->p6 + unit * 64, p->p8 + unit * 64, codes, bits);
 #pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
@@ -160,10 +160,10 @@ INLINE void many(const tf_planes *planes, int64_t panel, const tf_columns *x, in
     _Alignas(64) uint8_t codes[2][PANELS * TF_PANEL_ROWS * LONGEST_GROUP];
     piece t = {.group_blocks = planes->group / TF_BLOCK}, next;
     streams p[PANELS];
-    const int64_t units = planes->width / (TF_BLOCK / 2);
+    const int64_t units = planes->width / (TF_BLOCK / 2), groups = tf_groups(planes->width, planes->group);
     for (int i = 0; i < PANELS; i++) {
         p[i] = panel_streams(planes, panel + i, bits);
-        t.scales[i] = planes->scales + (panel + i) * tf_groups(planes->width, planes->group) * TF_PANEL_ROWS;
+        t.scales[i] = planes->scales + (panel + i) * groups * TF_PANEL_ROWS;
     }
     const int64_t passes = ((blocks - 1) * TF_MAX_COLUMNS + x[blocks - 1].n + PASS - 1) / PASS;
     next_piece(&t, planes);
@@ -177,6 +177,10 @@ INLINE void many(const tf_planes *planes, int64_t panel, const tf_columns *x, in
         t.codes = codes[side];
         next = t;
         next_piece(&next, planes);
+        for (int64_t g = t.group; g < t.groups_end; g++) {
+            prefetch_scales(t.scales[0], g + PANELS * groups); /* of the next pair */
+            prefetch_scales(t.scales[1], g + PANELS * groups);
+        }
         int64_t done = 0;
         for (int32_t i = 0; i < blocks; i++) {
             for (int64_t first = 0; first < x[i].n; first += PASS, done++) {
@@ -216,6 +220,8 @@ INLINE void few_n(const tf_planes *planes, int64_t panel, const tf_columns *x, f
             first[0][j] = first[1][j] = _mm512_set1_ps(x->offset[g * n + j]);
             rest[0][j] = rest[1][j] = _mm512_set1_ps(x->offset[g * n + (j + PASS < n ? j + PASS : 0)]);
         }
+        prefetch_scales(scales[0], g + PANELS * groups); /* of the next pair */
+        prefetch_scales(scales[1], g + PANELS * groups);
         for (; b < end; b++) {
 #pragma GCC unroll 2
             for (int i = 0; i < PANELS; i++) {
@@ -262,7 +268,10 @@ SEPARATE(many_8, many, 8)
 SEPARATE(few_4, few, 4)
 
 void tf_wide_avx512(const tf_planes *planes, int64_t panel, const tf_columns *x, int32_t blocks, float *tiles) {
-    memset(tiles, 0, sizeof(float) * PANELS * TF_WIDE_COLUMNS * TF_PANEL_ROWS);
+    const int32_t n = (blocks - 1) * TF_MAX_COLUMNS + x[blocks - 1].n;
+    for (int i = 0; i < PANELS; i++) {
+        memset(tiles + i * TF_WIDE_COLUMNS * TF_PANEL_ROWS, 0, sizeof(float) * TF_PANEL_ROWS * (size_t)n);
+    }
     if (planes->bits != 4) {
         (planes->bits == 6 ? many_6 : many_8)(planes, panel, x, blocks, tiles);
     } else if (blocks == 1) {

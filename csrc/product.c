@@ -19,19 +19,24 @@ typedef struct tiles {
     _Alignas(64) float at[TF_WIDE_PANELS][TF_WIDE_COLUMNS][TF_PANEL_ROWS];
 } tiles;
 
+static float *out_rows(const tf_product *product, int64_t panel, int64_t column) {
+    float *out = product->scatter != NULL ? product->scatter[column] : product->out + column * product->stride;
+    return out + panel * TF_PANEL_ROWS;
+}
+
 static void store_tiles(const tf_product *product, int64_t panel, int64_t first_column, int64_t columns,
                         float (*tile)[TF_PANEL_ROWS]) {
     const int64_t first = panel * TF_PANEL_ROWS, left = product_rows(product) - first;
     const int64_t rows = left < TF_PANEL_ROWS ? left : TF_PANEL_ROWS;
     for (int64_t j = 0; j < columns; j++) {
         const int64_t column = first_column + j;
-        float *out = product->scatter != NULL ? product->scatter[column] : product->out + column * product->stride;
+        float *out = out_rows(product, panel, column);
         if (rows == TF_PANEL_ROWS && !product->add) {
-            memcpy(out + first, tile[j], sizeof tile[j]);
+            memcpy(out, tile[j], sizeof tile[j]);
             continue;
         }
         for (int64_t row = 0; row < rows; row++) {
-            out[first + row] = tile[j][row] + (product->add ? out[first + row] : 0.0f);
+            out[row] = tile[j][row] + (product->add ? out[row] : 0.0f);
         }
     }
 }
@@ -43,13 +48,13 @@ typedef struct columns {
     int64_t first, n; /* columns */
 } columns;
 
-static columns columns_from(const tf_activations *x, int64_t block) {
-    columns c = {.first = block * x->columns};
-    for (; block < tf_activations_blocks(x) && c.n + x->columns <= TF_WIDE_COLUMNS; block++, c.count++) {
-        c.blocks[c.count] = tf_activations_block(x, block);
-        c.n += c.blocks[c.count].n;
+static void columns_from(const tf_activations *x, int64_t block, columns *c) {
+    c->first = block * x->columns;
+    c->n = c->count = 0;
+    for (; block < tf_activations_blocks(x) && c->n + x->columns <= TF_WIDE_COLUMNS; block++, c->count++) {
+        c->blocks[c->count] = tf_activations_block(x, block);
+        c->n += c->blocks[c->count].n;
     }
-    return c;
 }
 
 static void planes_tiles(const tf_kernel *kernel, const tf_planes *planes, int64_t panel, int64_t panels, bool in_turns,
@@ -94,6 +99,11 @@ static void base_tiles(const tf_kernel *kernel, const tf_product *product, int64
 
 static void run_columns(const tf_kernel *kernel, const tf_product *product, int64_t panel, int64_t panels, columns *x) {
     tiles base, residual;
+    for (int64_t i = 0; i < panels; i++) {
+        for (int64_t j = 0; j < x->n; j++) {
+            __builtin_prefetch(out_rows(product, panel + i, x->first + j), 1);
+        }
+    }
     if (product->base != NULL) {
         base_tiles(kernel, product, panel, panels, x, &base);
     }
@@ -117,7 +127,8 @@ static void run_columns(const tf_kernel *kernel, const tf_product *product, int6
 
 static void run_panels(const tf_kernel *kernel, const tf_product *product, int64_t panel, int64_t panels) {
     for (int64_t block = 0; block < tf_activations_blocks(product->x);) {
-        columns x = columns_from(product->x, block);
+        columns x;
+        columns_from(product->x, block, &x);
         run_columns(kernel, product, panel, panels, &x);
         block += x.count;
     }
