@@ -20,5 +20,3 @@ void tf_activations_free(tf_activations *a);
 int64_t tf_activations_blocks(const tf_activations *a);
 /* Block `index`: where its columns are, or go. */
 tf_columns tf_activations_block(const tf_activations *a, int64_t index);
-/* Quantizes column j of all of them, x: float32 [width]. */
-void tf_activations_quantize(const tf_activations *a, const tf_kernel *kernel, int64_t j, const float *x);

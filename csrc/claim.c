@@ -15,9 +15,9 @@ struct tf_claim {
     const tf_kernel *kernel;
     tf_product product;
     tf_activations x;
-    void *retired;                           /* memory to free with this claim */
-    bool quantize;                           /* else the claim before has done it */
-    _Atomic int64_t next_block, done_blocks; /* of columns to quantize */
+    void *retired; /* memory to free with this claim */
+    bool quantize; /* else the claim before has done it */
+    tf_quantizing quantizing;
     int32_t share_count;
     tf_share shares[];
 };
@@ -63,30 +63,18 @@ void tf_unclaim_node(struct ggml_tensor *node) {
 /* ---- in ggml's threads ----------------------------------------------------------------------- */
 
 /* Column j of x, counted over all its dimensions. */
-static const float *column(const struct ggml_tensor *x, int64_t j) {
+static const float *column(const void *of, int64_t j) {
+    const struct ggml_tensor *x = of;
     const int64_t i1 = j % x->ne[1], i2 = j / x->ne[1] % x->ne[2], i3 = j / x->ne[1] / x->ne[2];
     const char *at = (const char *)x->data + (size_t)i1 * x->nb[1] + (size_t)i2 * x->nb[2] + (size_t)i3 * x->nb[3];
     return (const float *)(const void *)at;
-}
-
-static void quantize_together(tf_claim *claim, const struct ggml_tensor *x) {
-    const int64_t n = claim->x.n, blocks = tf_activations_blocks(&claim->x);
-    for (int64_t b; (b = atomic_fetch_add(&claim->next_block, 1)) < blocks;) {
-        for (int64_t j = b * claim->x.columns; j < (b + 1) * claim->x.columns && j < n; j++) {
-            tf_activations_quantize(&claim->x, claim->kernel, j, column(x, j));
-        }
-        atomic_fetch_add(&claim->done_blocks, 1);
-    }
-    for (int spins = 0; atomic_load(&claim->done_blocks) < blocks; spins++) {
-        tf_relax(spins);
-    }
 }
 
 static void compute(struct ggml_tensor *node, int thread, int threads, void *argument) {
     tf_claim *claim = argument;
     (void)threads;
     if (claim->quantize) {
-        quantize_together(claim, node->src[1]);
+        tf_quantize_together(&claim->quantizing, &claim->x, claim->kernel, (tf_source){column, node->src[1]});
     }
     tf_shares_run(claim->shares, claim->share_count, thread % claim->share_count, claim->kernel, &claim->product);
 }

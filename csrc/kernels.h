@@ -21,7 +21,7 @@
  * No product is above 2^24, so float32 may compute it as well.
  *
  * Where x.flags says so, the same is done once more for the block with x.low, at x.scale / 256: these are
- * the next 8 bits of activations whose rounding would weigh most (activations.c). Nothing depends on how
+ * the next 8 bits of activations whose rounding would weigh most (quantize.c). Nothing depends on how
  * many columns stand beside each other, so neither does a token's result. */
 #pragma once
 
@@ -35,16 +35,16 @@ enum { TF_BLOCK = 32, TF_MAX_COLUMNS = 8, TF_WIDE_PANELS = 2, TF_WIDE_COLUMNS = 
 #define TF_LARGEST 32512.0f
 #define TF_LOW (1.0f / 256.0f) /* what a unit of low is to one of q */
 
-/* n columns of activations, quantized (activations.c), interleaved for broadcast loads. */
+/* n columns of activations, quantized (quantize.c), interleaved for broadcast loads. */
 typedef struct tf_columns {
     int32_t n;
     int8_t *q;           /* [width / 4][n][4] */
-    int8_t *low;         /* [width / 4][n][4]  zero where a column has no flag */
+    int8_t *low;         /* [width / 4][n][4]  of blocks with a flag, zero in columns without */
     float *scale;        /* [width / 32][n]    of q, over 128 */
     float *offset;       /* [groups][n]        what the codes' offset adds, summed over the group */
     float *base_offset;  /* [width / 32][n]    the same for base planes: groups of 32, offset -128, q and low */
     int32_t *sums;       /* [width / 32][n]    sums of q over both halves of a block: A | B << 16 */
-    int32_t *low_sums;   /* [width / 32][n]    the same of low */
+    int32_t *low_sums;   /* [width / 32][n]    the same of low, in blocks with a flag */
     uint8_t *flags;      /* [width / 32][8]    a byte a column; NULL: low is not used */
     const uint8_t *next; /* read after a base's panel: 256 bytes for 32 inputs, fetched meanwhile; NULL: nothing */
 } tf_columns;

@@ -179,34 +179,6 @@ static void job(void *argument, int32_t thread, int32_t threads) {
     }
 }
 
-typedef struct columns_task {
-    const tf_kernel *kernel;
-    const tf_activations *a;
-    const float *x;
-    _Atomic int64_t next_block; /* neighbouring columns share cache lines, so one thread does a whole block */
-} columns_task;
-
-static void columns_job(void *argument, int32_t thread, int32_t threads) {
-    columns_task *task = argument;
-    (void)thread;
-    (void)threads;
-    const tf_activations *a = task->a;
-    for (int64_t b; (b = atomic_fetch_add(&task->next_block, 1)) < tf_activations_blocks(a);) {
-        for (int64_t j = b * a->columns; j < (b + 1) * a->columns && j < a->n; j++) {
-            tf_activations_quantize(a, task->kernel, j, task->x + j * a->width);
-        }
-    }
-}
-
-void tf_quantize_columns(tf_pool *pool, const tf_kernel *kernel, const tf_activations *a, const float *x) {
-    columns_task task = {.kernel = kernel, .a = a, .x = x};
-    if (tf_activations_blocks(a) == 1) {
-        columns_job(&task, 0, 1);
-    } else {
-        tf_pool_run(pool, columns_job, &task);
-    }
-}
-
 tf_status tf_products_run(tf_pool *pool, const tf_kernel *kernel, const tf_product *products, int64_t n) {
     const int32_t threads = tf_pool_threads(pool);
     tf_share *shares = aligned_alloc(64, sizeof *shares * (size_t)(n * threads));

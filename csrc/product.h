@@ -1,10 +1,7 @@
 /* Products of a matrix (base, residual, or both) with quantized activations, shared out over threads. */
 #pragma once
 
-#include <stdatomic.h>
-
-#include "activations.h"
-#include "pool.h"
+#include "quantize.h"
 
 /* out_j (+)= (B + R) x_j for every column j of x. */
 typedef struct tf_product {
@@ -29,8 +26,6 @@ void tf_shares_init(tf_share *shares, int32_t count, const tf_product *product);
 /* Does panels of share `own`, then what the others have left. */
 void tf_shares_run(tf_share *shares, int32_t count, int32_t own, const tf_kernel *kernel, const tf_product *product);
 
-/* Quantizes all columns of a, x: float32 [n][width], on the pool. */
-void tf_quantize_columns(tf_pool *pool, const tf_kernel *kernel, const tf_activations *a, const float *x);
 /* Runs the products together on the pool. */
 tf_status tf_products_run(tf_pool *pool, const tf_kernel *kernel, const tf_product *products, int64_t n);
 /* Bytes of planes and scales that a residual product reads. */

@@ -1,15 +1,17 @@
 /* What kernels do beside the residual: quantize activations, and multiply base matrices. */
-#include "activations.h"
 #include "ggml.h"
+#include "quantize.h"
 #include "test.h"
 
 /* ---- quantizing ------------------------------------------------------------------------------ */
+
+static tf_pool *pool; /* three threads */
 
 static tf_columns quantized(const tf_kernel *kernel, const float *x, tf_activations *a) {
     tf_activations_shape(a, 1, TF_BLOCK, 32, 8, 1);
     CHECK(tf_activations_reserve(a) == TF_OK);
     memset(a->memory, 0, tf_activations_bytes(a));
-    tf_activations_quantize(a, kernel, 0, x);
+    tf_quantize_columns(pool, kernel, a, x);
     return tf_activations_block(a, 0);
 }
 
@@ -64,6 +66,53 @@ static void test_quantizer(const tf_kernel *kernel) {
         x[i] = i == 0 ? 127.0f : (float)i - 16.5f; /* halfway between two codes */
     }
     check_quantizer(kernel, x);
+}
+
+/* Column j of `many` has what `one` has, which holds that column alone. */
+static void check_column(const tf_columns *many, int64_t j, const tf_columns *one, int64_t width, int64_t groups) {
+    const int64_t n = many->n;
+    for (int64_t g = 0; g < groups; g++) {
+        CHECK(many->offset[g * n + j] == one->offset[g]);
+    }
+    for (int64_t b = 0; b < width / TF_BLOCK; b++) {
+        const bool low = many->flags[b * TF_MAX_COLUMNS + j] != 0;
+        CHECK(many->scale[b * n + j] == one->scale[b] && many->sums[b * n + j] == one->sums[b]);
+        CHECK(many->base_offset[b * n + j] == one->base_offset[b]);
+        CHECK(low == (one->flags[b * TF_MAX_COLUMNS] != 0));
+        CHECK(!tf_has_low(many, b) || many->low_sums[b * n + j] == (low ? one->low_sums[b] : 0));
+        for (int64_t i = b * TF_BLOCK / 4; i < (b + 1) * TF_BLOCK / 4; i++) {
+            static const int8_t zeros[4];
+            CHECK(memcmp(many->q + (i * n + j) * 4, one->q + i * 4, 4) == 0);
+            CHECK(!tf_has_low(many, b) || memcmp(many->low + (i * n + j) * 4, low ? one->low + i * 4 : zeros, 4) == 0);
+        }
+    }
+}
+
+/* A column's activations do not depend on what else is quantized, by how many threads and in how many parts. */
+static void test_parts(const tf_kernel *kernel) {
+    enum { WIDTH = 2208, N = 11, GROUP = 96 }; /* 23 groups; parts of 4, 6 or 8 of them */
+    float *x = test_gaussians(N * WIDTH, 1.0f, 9);
+    for (int i = 0; i < N * WIDTH; i += 1117) {
+        x[i] *= 40.0f; /* some blocks need more bits */
+    }
+    tf_activations many = {0}, one = {0};
+    tf_activations_shape(&many, N, WIDTH, GROUP, 6, kernel->max_columns);
+    tf_activations_shape(&one, 1, WIDTH, GROUP, 6, kernel->max_columns);
+    CHECK(tf_activations_reserve(&many) == TF_OK && tf_activations_reserve(&one) == TF_OK);
+    for (int round = 0; round < 50; round++) {
+        memset(many.memory, 0x55, tf_activations_bytes(&many));
+        tf_quantize_columns(pool, kernel, &many, x);
+        for (int64_t j = 0; j < N; j++) {
+            memset(one.memory, 0xaa, tf_activations_bytes(&one));
+            tf_quantize_columns(pool, &tf_kernel_scalar, &one, x + j * WIDTH);
+            const tf_columns block = tf_activations_block(&many, j / many.columns);
+            const tf_columns alone = tf_activations_block(&one, 0);
+            check_column(&block, j % many.columns, &alone, WIDTH, tf_groups(WIDTH, GROUP));
+        }
+    }
+    tf_activations_free(&many);
+    tf_activations_free(&one);
+    free(x);
 }
 
 /* ---- supers: Q2_K to Q6_K ---------------------------------------------------------------------- */
@@ -243,6 +292,7 @@ static void test_refused(void) {
 }
 
 int main(void) {
+    CHECK(tf_pool_new(3, &pool) == TF_OK);
     for (int32_t k = 0; k < tf_kernel_count(); k++) {
         const tf_kernel *kernel = tf_kernel_find(tf_kernel_name(k));
         printf("kernel %s\n", kernel->name);
@@ -250,8 +300,10 @@ int main(void) {
             test_supers(kernel, bits);
         }
         test_quantizer(kernel);
+        test_parts(kernel);
     }
     test_products();
     test_refused();
+    tf_pool_free(pool);
     return 0;
 }
