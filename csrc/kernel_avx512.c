@@ -150,6 +150,5 @@ static bool supported(void) {
            __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
-const tf_kernel tf_kernel_avx512 = {
-    "avx512-vnni", run, tf_supers_avx512, quantize, TF_MAX_COLUMNS, tf_wide_avx512, {{5, 9}, {13, 16}},
-    supported,     peak};
+const tf_kernel tf_kernel_avx512 = {"avx512-vnni",  run,    tf_supers_avx512, quantize, TF_MAX_COLUMNS,
+                                    tf_wide_avx512, {4, 9}, supported,        peak};

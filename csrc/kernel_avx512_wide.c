@@ -1,6 +1,8 @@
-/* AVX-512 VNNI for many columns: codes of two panels are unpacked once into a buffer that stays in the first-level
- * cache, a piece of the width at a time, and all columns are multiplied by them, 4 at a time: 8 dot products, their
- * sums and results are 24 of the 32 registers, and a broadcast serves both panels. */
+/* AVX-512 VNNI for many columns: two panels at a time, so that a broadcast serves both, and 4 columns: 8 dot products.
+ * Codes of 6 and 8 bits are unpacked once into a buffer that stays in the first-level cache, a piece of the width at a
+ * time, and all columns multiplied by them: the sums and results of 4 columns are 16 more of the 32 registers.
+ * 4 bits are unpacked anew for each 4 columns, which costs less than the stores, and the sums of 8 columns stay in
+ * registers. */
 #include "kernel_avx512.h"
 
 enum { PANELS = TF_WIDE_PANELS, CHUNK = 64, PASS = 4, PIECE = 256, LONGEST_GROUP = 1024, UNIT = 4 * PANELS * CHUNK };
@@ -25,7 +27,17 @@ INLINE void unpack_unit(const streams *p, int64_t unit, int64_t units, uint8_t *
     }
 }
 
-/* Adds a block of 32 inputs to the sums of n columns. */
+/* Adds dot products of a block of 32 inputs to the sums of n columns. */
+INLINE void add_dots(__m512i (*dots)[PASS], const float *scale, float factor, __m512 (*sums)[PASS], int n) {
+#pragma GCC unroll 4
+    for (int j = 0; j < n; j++) {
+        const __m512 unit = _mm512_set1_ps(scale[j] * factor);
+        sums[0][j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[0][j]), unit, sums[0][j]);
+        sums[1][j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[1][j]), unit, sums[1][j]);
+    }
+}
+
+/* Multiplies a block of 32 inputs and adds it to the sums of n columns. */
 INLINE void add_block(const uint8_t *codes, const int8_t *q, int64_t stride, const float *scale, float factor,
                       __m512 (*sums)[PASS], int n) {
     __m512i dots[PANELS][PASS];
@@ -44,12 +56,7 @@ INLINE void add_block(const uint8_t *codes, const int8_t *q, int64_t stride, con
         }
         __asm__ volatile("" ::: "memory"); /* or GCC loads all chunks first, and has no registers left */
     }
-#pragma GCC unroll 4
-    for (int j = 0; j < n; j++) {
-        const __m512 unit = _mm512_set1_ps(scale[j] * factor);
-        sums[0][j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[0][j]), unit, sums[0][j]);
-        sums[1][j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[1][j]), unit, sums[1][j]);
-    }
+    add_dots(dots, scale, factor, sums, n);
 }
 
 /* What a pass unpacks of the next piece beside each 32 inputs: one or both units of a panel. A burst of stores would
@@ -191,6 +198,30 @@ INLINE void many(const tf_planes *planes, int64_t panel, const tf_columns *x, in
     }
 }
 
+/* The same of 4-bit codes as they lie in the planes: unpacked again for each 4 columns, as stores would cost more. */
+INLINE void add_nibbles(const streams *p, int64_t b, const int8_t *q, int64_t stride, const float *scale, float factor,
+                        __m512 (*sums)[PASS], int n) {
+    __m512i dots[PANELS][PASS];
+    for (int j = 0; j < n; j++) {
+        dots[0][j] = dots[1][j] = _mm512_setzero_si512();
+    }
+#pragma GCC unroll 8
+    for (int c = 0; c < TF_BLOCK / 4; c++, q += stride) {
+        const __m512i one = _mm512_loadu_si512(p[0].p4 + b * 256 + c / 2 * 64);
+        const __m512i two = _mm512_loadu_si512(p[1].p4 + b * 256 + c / 2 * 64);
+        const __m512i first = and8(c % 2 == 0 ? left(one, 4) : one, 0xf0);
+        const __m512i second = and8(c % 2 == 0 ? left(two, 4) : two, 0xf0);
+#pragma GCC unroll 4
+        for (int j = 0; j < n; j++) {
+            const __m512i x = _mm512_set1_epi32(*(const int32_t *)(const void *)(q + j * 4));
+            dots[0][j] = _mm512_dpbusd_epi32(dots[0][j], first, x);
+            dots[1][j] = _mm512_dpbusd_epi32(dots[1][j], second, x);
+        }
+        __asm__ volatile("" ::: "memory"); /* or GCC loads all chunks first, and has no registers left */
+    }
+    add_dots(dots, scale, factor, sums, n);
+}
+
 /* The sums of a group to the results. */
 INLINE void end_group(const uint16_t *const *scales, int64_t group, __m512 (*sums)[PASS], float *out, int n) {
     for (int panel = 0; panel < PANELS; panel++) {
@@ -204,12 +235,12 @@ INLINE void end_group(const uint16_t *const *scales, int64_t group, __m512 (*sum
     }
 }
 
-/* n columns, 5 to 8: sums of all of them in registers, and pieces of 32 inputs, so that memory is read evenly. */
-INLINE void few_n(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tiles, int bits, int n) {
-    _Alignas(64) uint8_t codes[PANELS * TF_PANEL_ROWS * TF_BLOCK];
+/* A block of columns, 4-bit codes. */
+INLINE void few_n(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tiles, int n) {
+    const int left_n = n < PASS ? n : PASS, right_n = n - left_n;
     const int64_t groups = tf_groups(planes->width, planes->group);
     const int64_t blocks = planes->width / TF_BLOCK, group_blocks = planes->group / TF_BLOCK;
-    const streams p[PANELS] = {panel_streams(planes, panel, bits), panel_streams(planes, panel + 1, bits)};
+    const streams p[PANELS] = {panel_streams(planes, panel, 4), panel_streams(planes, panel + 1, 4)};
     const uint16_t *const scales[PANELS] = {planes->scales + panel * groups * TF_PANEL_ROWS,
                                             planes->scales + (panel + 1) * groups * TF_PANEL_ROWS};
     for (int64_t g = 0, b = 0; g < groups; g++) {
@@ -217,7 +248,7 @@ INLINE void few_n(const tf_planes *planes, int64_t panel, const tf_columns *x, f
         __m512 first[PANELS][PASS], rest[PANELS][PASS];
 #pragma GCC unroll 4
         for (int j = 0; j < PASS; j++) {
-            first[0][j] = first[1][j] = _mm512_set1_ps(x->offset[g * n + j]);
+            first[0][j] = first[1][j] = _mm512_set1_ps(x->offset[g * n + (j < n ? j : 0)]);
             rest[0][j] = rest[1][j] = _mm512_set1_ps(x->offset[g * n + (j + PASS < n ? j + PASS : 0)]);
         }
         prefetch_scales(scales[0], g + PANELS * groups); /* of the next pair */
@@ -225,61 +256,58 @@ INLINE void few_n(const tf_planes *planes, int64_t panel, const tf_columns *x, f
         for (; b < end; b++) {
 #pragma GCC unroll 2
             for (int i = 0; i < PANELS; i++) {
-#pragma GCC unroll 2
-                for (int u = 0; u < 2; u++) {
-                    unpack_unit(&p[i], b * 2 + u, blocks * 2, codes + (u * 4 * PANELS + i) * CHUNK, bits);
-                }
+                const int64_t ahead = b * 2 + AHEAD, at = ahead + (ahead >= blocks * 2 ? blocks * 2 : 0);
+                prefetch(&p[i], at, 4);
+                prefetch(&p[i], at + 1, 4);
             }
-            __asm__ volatile("" ::: "memory");
             const int8_t *q = x->q + b * TF_BLOCK * n;
             const float *scale = x->scale + b * n;
-            add_block(codes, q, 4 * n, scale, 1.0f, first, PASS);
-            add_block(codes, q + 4 * PASS, 4 * n, scale + PASS, 1.0f, rest, n - PASS);
+            add_nibbles(p, b, q, 4 * n, scale, 1.0f, first, left_n);
+            add_nibbles(p, b, q + 4 * PASS, 4 * n, scale + PASS, 1.0f, rest, right_n);
             if (tf_has_low(x, b)) {
                 const int8_t *low = x->low + b * TF_BLOCK * n;
-                add_block(codes, low, 4 * n, scale, TF_LOW, first, PASS);
-                add_block(codes, low + 4 * PASS, 4 * n, scale + PASS, TF_LOW, rest, n - PASS);
+                add_nibbles(p, b, low, 4 * n, scale, TF_LOW, first, left_n);
+                add_nibbles(p, b, low + 4 * PASS, 4 * n, scale + PASS, TF_LOW, rest, right_n);
             }
         }
-        end_group(scales, g, first, tiles, PASS);
-        end_group(scales, g, rest, tiles + PASS * TF_PANEL_ROWS, n - PASS);
+        end_group(scales, g, first, tiles, left_n);
+        end_group(scales, g, rest, tiles + PASS * TF_PANEL_ROWS, right_n);
     }
 }
 
-INLINE void few(const tf_planes *planes, int64_t panel, const tf_columns *x, int32_t blocks, float *tiles, int bits) {
-    (void)blocks;
+static __attribute__((noinline)) void few(const tf_planes *planes, int64_t panel, const tf_columns *x, float *tiles) {
     switch (x->n) {
-        case 5: few_n(planes, panel, x, tiles, bits, 5); break;
-        case 6: few_n(planes, panel, x, tiles, bits, 6); break;
-        case 7: few_n(planes, panel, x, tiles, bits, 7); break;
-        default: few_n(planes, panel, x, tiles, bits, 8); break;
+        case 1: few_n(planes, panel, x, tiles, 1); break;
+        case 2: few_n(planes, panel, x, tiles, 2); break;
+        case 3: few_n(planes, panel, x, tiles, 3); break;
+        case 4: few_n(planes, panel, x, tiles, 4); break;
+        case 5: few_n(planes, panel, x, tiles, 5); break;
+        case 6: few_n(planes, panel, x, tiles, 6); break;
+        case 7: few_n(planes, panel, x, tiles, 7); break;
+        default: few_n(planes, panel, x, tiles, 8); break;
     }
 }
 
-/* One function for each, or GCC runs out of registers. */
-#define SEPARATE(name, of, bits)                                                                            \
-    static __attribute__((noinline)) void name(const tf_planes *planes, int64_t panel, const tf_columns *x, \
-                                               int32_t blocks, float *tiles) {                              \
-        of(planes, panel, x, blocks, tiles, bits);                                                          \
-    }
-SEPARATE(many_4, many, 4)
-SEPARATE(many_6, many, 6)
-SEPARATE(many_8, many, 8)
-SEPARATE(few_4, few, 4)
+/* A function for each, or GCC runs out of registers. */
+static __attribute__((noinline)) void many_6(const tf_planes *planes, int64_t panel, const tf_columns *x,
+                                             int32_t blocks, float *tiles) {
+    many(planes, panel, x, blocks, tiles, 6);
+}
+
+static __attribute__((noinline)) void many_8(const tf_planes *planes, int64_t panel, const tf_columns *x,
+                                             int32_t blocks, float *tiles) {
+    many(planes, panel, x, blocks, tiles, 8);
+}
 
 void tf_wide_avx512(const tf_planes *planes, int64_t panel, const tf_columns *x, int32_t blocks, float *tiles) {
     const int32_t n = (blocks - 1) * TF_MAX_COLUMNS + x[blocks - 1].n;
     for (int i = 0; i < PANELS; i++) {
         memset(tiles + i * TF_WIDE_COLUMNS * TF_PANEL_ROWS, 0, sizeof(float) * TF_PANEL_ROWS * (size_t)n);
     }
+    for (int32_t i = 0; planes->bits == 4 && i < blocks; i++) {
+        few(planes, panel, &x[i], tiles + i * TF_MAX_COLUMNS * TF_PANEL_ROWS);
+    }
     if (planes->bits != 4) {
         (planes->bits == 6 ? many_6 : many_8)(planes, panel, x, blocks, tiles);
-    } else if (blocks == 1) {
-        few_4(planes, panel, x, blocks, tiles);
-    } else if (blocks == 2 && x[1].n > PASS) { /* 4 bits are quickly unpacked: twice beats pieces */
-        few_4(planes, panel, x, 1, tiles);
-        few_4(planes, panel, x + 1, 1, tiles + TF_MAX_COLUMNS * TF_PANEL_ROWS);
-    } else {
-        many_4(planes, panel, x, blocks, tiles);
     }
 }

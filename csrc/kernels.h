@@ -83,9 +83,7 @@ typedef struct tf_kernel {
     tf_quantizer quantize;
     int32_t max_columns;     /* of a block, at most TF_MAX_COLUMNS */
     tf_wide_kernel run_wide; /* may be NULL */
-    /* Columns from which it is faster, where there is a base or a residual alone and where both are multiplied in
-     * turns: for codes of 4 bits, of more. */
-    int32_t wide_from[2][2];
+    int32_t wide_from[2];    /* columns from which it is faster: for codes of 4 bits, of more */
     bool (*supported)(void);
     /* Does `rounds` times the instruction that products are made of, on registers only; returns the
      * multiplications and additions done. NULL: no peak to compare with. */

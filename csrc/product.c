@@ -57,9 +57,9 @@ static void columns_from(const tf_activations *x, int64_t block, columns *c) {
     }
 }
 
-static void planes_tiles(const tf_kernel *kernel, const tf_planes *planes, int64_t panel, int64_t panels, bool in_turns,
+static void planes_tiles(const tf_kernel *kernel, const tf_planes *planes, int64_t panel, int64_t panels,
                          const columns *x, tiles *out) {
-    if (panels == TF_WIDE_PANELS && kernel->run_wide != NULL && x->n >= kernel->wide_from[in_turns][planes->bits > 4]) {
+    if (panels == TF_WIDE_PANELS && kernel->run_wide != NULL && x->n >= kernel->wide_from[planes->bits > 4]) {
         kernel->run_wide(planes, panel, x->blocks, x->count, &out->at[0][0][0]);
         return;
     }
@@ -86,7 +86,7 @@ static void base_tiles(const tf_kernel *kernel, const tf_product *product, int64
         for (int32_t b = 0; b < own.count; b++) {
             own.blocks[b].offset = own.blocks[b].base_offset;
         }
-        planes_tiles(kernel, &base->planes, panel, panels, product->has_residual, &own, out);
+        planes_tiles(kernel, &base->planes, panel, panels, &own, out);
         return;
     }
     for (int64_t i = 0; i < panels; i++) {
@@ -111,7 +111,7 @@ static void run_columns(const tf_kernel *kernel, const tf_product *product, int6
         for (int32_t b = 0; b < x->count; b++) {
             x->blocks[b].flags = NULL; /* the residual is small: 8 bits do */
         }
-        planes_tiles(kernel, &product->residual, panel, panels, product->base != NULL, x, &residual);
+        planes_tiles(kernel, &product->residual, panel, panels, x, &residual);
     }
     const bool both = product->base != NULL && product->has_residual;
     for (int64_t i = 0; i < panels; i++) {
