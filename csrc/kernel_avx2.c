@@ -281,10 +281,19 @@ static bool supported(void) {
     return has_avx2() && (a >> 4 & 1);
 }
 
-const tf_kernel tf_kernel_avxvnni = {"avx-vnni", run, tf_supers_avxvnni, quantize, MAX_COLUMNS,
-                                     NULL,       {0}, supported,         NULL};
+const tf_kernel tf_kernel_avxvnni = {.name = "avx-vnni",
+                                     .run = run,
+                                     .run_supers = tf_supers_avxvnni,
+                                     .quantize = quantize,
+                                     .max_columns = MAX_COLUMNS,
+                                     .supported = supported};
 #else
 static bool supported(void) { return has_avx2(); }
 
-const tf_kernel tf_kernel_avx2 = {"avx2", run, tf_supers_avx2, quantize, MAX_COLUMNS, NULL, {0}, supported, NULL};
+const tf_kernel tf_kernel_avx2 = {.name = "avx2",
+                                  .run = run,
+                                  .run_supers = tf_supers_avx2,
+                                  .quantize = quantize,
+                                  .max_columns = MAX_COLUMNS,
+                                  .supported = supported};
 #endif

@@ -150,5 +150,14 @@ static bool supported(void) {
            __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
-const tf_kernel tf_kernel_avx512 = {"avx512-vnni",  run,    tf_supers_avx512, quantize, TF_MAX_COLUMNS,
-                                    tf_wide_avx512, {4, 9}, supported,        peak};
+const tf_kernel tf_kernel_avx512 = {.name = "avx512-vnni",
+                                    .run = run,
+                                    .run_supers = tf_supers_avx512,
+                                    .quantize = quantize,
+                                    .max_columns = TF_MAX_COLUMNS,
+                                    .run_wide = tf_wide_avx512,
+                                    .run_supers_wide = tf_supers_wide_avx512,
+                                    .wide_from = {4, 9},
+                                    .supers_wide_from = 8,
+                                    .supported = supported,
+                                    .peak = peak};

@@ -160,5 +160,9 @@ static bool supported(void) {
 #endif
 }
 
-const tf_kernel tf_kernel_neon = {"neon-dotprod", run, tf_supers_neon, quantize, TF_MAX_COLUMNS,
-                                  NULL,           {0}, supported,      NULL};
+const tf_kernel tf_kernel_neon = {.name = "neon-dotprod",
+                                  .run = run,
+                                  .run_supers = tf_supers_neon,
+                                  .quantize = quantize,
+                                  .max_columns = TF_MAX_COLUMNS,
+                                  .supported = supported};

@@ -73,4 +73,9 @@ static float quantize(const float *x, int8_t *high, int8_t *low, int32_t *sums) 
 
 static bool always(void) { return true; }
 
-const tf_kernel tf_kernel_scalar = {"scalar", run, tf_supers_scalar, quantize, TF_MAX_COLUMNS, NULL, {0}, always, NULL};
+const tf_kernel tf_kernel_scalar = {.name = "scalar",
+                                    .run = run,
+                                    .run_supers = tf_supers_scalar,
+                                    .quantize = quantize,
+                                    .max_columns = TF_MAX_COLUMNS,
+                                    .supported = always};

@@ -72,6 +72,9 @@ typedef void (*tf_wide_kernel)(const tf_planes *planes, int64_t panel, const tf_
                                float *tiles);
 /* The same for a base of Q2_K to Q6_K. */
 typedef void (*tf_supers_kernel)(const tf_base *base, int64_t panel, const tf_columns *x, float *tile);
+/* As tf_wide_kernel, for a base of Q2_K. */
+typedef void (*tf_wide_supers_kernel)(const tf_base *base, int64_t panel, const tf_columns *x, int32_t blocks,
+                                      float *tiles);
 /* Quantizes 32 activations to 16 bits, x = scale * (256 * high + low), and returns scale. sums: of high and of low,
  * as tf_columns has them. */
 typedef float (*tf_quantizer)(const float *x, int8_t *high, int8_t *low, int32_t *sums);
@@ -81,9 +84,11 @@ typedef struct tf_kernel {
     tf_panel_kernel run;
     tf_supers_kernel run_supers;
     tf_quantizer quantize;
-    int32_t max_columns;     /* of a block, at most TF_MAX_COLUMNS */
-    tf_wide_kernel run_wide; /* may be NULL */
-    int32_t wide_from[2];    /* columns from which it is faster: for codes of 4 bits, of more */
+    int32_t max_columns;                   /* of a block, at most TF_MAX_COLUMNS */
+    tf_wide_kernel run_wide;               /* may be NULL */
+    tf_wide_supers_kernel run_supers_wide; /* likewise */
+    int32_t wide_from[2];                  /* columns from which it is faster: for codes of 4 bits, of more */
+    int32_t supers_wide_from;
     bool (*supported)(void);
     /* Does `rounds` times the instruction that products are made of, on registers only; returns the
      * multiplications and additions done. NULL: no peak to compare with. */
@@ -104,6 +109,7 @@ void tf_supers_avx512(const tf_base *base, int64_t panel, const tf_columns *x, f
 void tf_supers_neon(const tf_base *base, int64_t panel, const tf_columns *x, float *tile);
 
 void tf_wide_avx512(const tf_planes *planes, int64_t panel, const tf_columns *x, int32_t blocks, float *tiles);
+void tf_supers_wide_avx512(const tf_base *base, int64_t panel, const tf_columns *x, int32_t blocks, float *tiles);
 
 /* NULL name: the default. Returns NULL, with a message, for a name this CPU cannot run. */
 const tf_kernel *tf_kernel_find(const char *name);

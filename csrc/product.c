@@ -89,6 +89,11 @@ static void base_tiles(const tf_kernel *kernel, const tf_product *product, int64
         planes_tiles(kernel, &base->planes, panel, panels, &own, out);
         return;
     }
+    if (panels == TF_WIDE_PANELS && kernel->run_supers_wide != NULL && base->bits == 2 &&
+        x->n >= kernel->supers_wide_from) {
+        kernel->run_supers_wide(base, panel, x->blocks, x->count, &out->at[0][0][0]);
+        return;
+    }
     for (int64_t i = 0; i < panels; i++) {
         for (int32_t b = 0; b < x->count; b++) {
             x->blocks[b].next = fetched_beside(product, panel + i, x);
