@@ -65,3 +65,24 @@ INLINE void prefetch(const streams *p, int64_t unit, int bits) {
 INLINE void prefetch_scales(const uint16_t *scales, int64_t group) {
     _mm_prefetch((const char *)(scales + group * TF_PANEL_ROWS), _MM_HINT_T0);
 }
+
+enum { PANELS = TF_WIDE_PANELS, PASS = 4 }; /* of the wide kernels: what they multiply at a time */
+
+/* Dot products of n columns with 32 inputs of both panels, unpacked: codes [8 chunks][PANELS][64]. */
+INLINE void dot_unpacked(const uint8_t *codes, const int8_t *q, int64_t stride, __m512i (*dots)[PASS], int n) {
+    for (int j = 0; j < n; j++) {
+        dots[0][j] = dots[1][j] = _mm512_setzero_si512();
+    }
+#pragma GCC unroll 8
+    for (int c = 0; c < TF_BLOCK / 4; c++, q += stride) {
+        const __m512i first = _mm512_load_si512(codes + c * PANELS * 64);
+        const __m512i second = _mm512_load_si512(codes + c * PANELS * 64 + 64);
+#pragma GCC unroll 4
+        for (int j = 0; j < n; j++) {
+            const __m512i x = _mm512_set1_epi32(*(const int32_t *)(const void *)(q + j * 4));
+            dots[0][j] = _mm512_dpbusd_epi32(dots[0][j], first, x);
+            dots[1][j] = _mm512_dpbusd_epi32(dots[1][j], second, x);
+        }
+        __asm__ volatile("" ::: "memory"); /* or GCC loads all chunks first, and has no registers left */
+    }
+}

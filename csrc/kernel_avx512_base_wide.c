@@ -5,7 +5,7 @@
 #include "kernel_avx512_base.h"
 
 enum { BITS = 2 };
-enum { PANELS = TF_WIDE_PANELS, PASS = 4, BLOCKS = TF_SUPER / TF_BLOCK, CHUNKS = TF_BLOCK / 4 };
+enum { BLOCKS = TF_SUPER / TF_BLOCK, CHUNKS = TF_BLOCK / 4 };
 
 /* A super of two panels. */
 typedef struct unpacked {
@@ -67,20 +67,7 @@ INLINE void unpack_some(const feed *f, int b) {
 INLINE void add_block(const unpacked *t, int b, const int8_t *q, int64_t stride, const int32_t *column_sums,
                       const float *scale, float factor, __m512 (*sums)[PASS], __m512 (*mins)[PASS], int n) {
     __m512i dots[PANELS][PASS];
-    for (int j = 0; j < n; j++) {
-        dots[0][j] = dots[1][j] = _mm512_setzero_si512();
-    }
-#pragma GCC unroll 8
-    for (int c = 0; c < CHUNKS; c++, q += stride) {
-        const __m512i first = _mm512_load_si512(t->codes[b][c][0]), second = _mm512_load_si512(t->codes[b][c][1]);
-#pragma GCC unroll 4
-        for (int j = 0; j < n; j++) {
-            const __m512i x = _mm512_set1_epi32(*(const int32_t *)(const void *)(q + j * 4));
-            dots[0][j] = _mm512_dpbusd_epi32(dots[0][j], first, x);
-            dots[1][j] = _mm512_dpbusd_epi32(dots[1][j], second, x);
-        }
-        __asm__ volatile("" ::: "memory"); /* or GCC loads all chunks first, and has no registers left */
-    }
+    dot_unpacked(t->codes[b][0][0], q, stride, dots, n);
 #pragma GCC unroll 4
     for (int j = 0; j < n; j++) {
         const __m512 unit = _mm512_set1_ps(scale[j] * factor);

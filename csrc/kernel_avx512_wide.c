@@ -5,7 +5,7 @@
  * registers. */
 #include "kernel_avx512.h"
 
-enum { PANELS = TF_WIDE_PANELS, CHUNK = 64, PASS = 4, PIECE = 256, LONGEST_GROUP = 1024, UNIT = 4 * PANELS * CHUNK };
+enum { CHUNK = 64, PIECE = 256, LONGEST_GROUP = 1024, UNIT = 4 * PANELS * CHUNK };
 enum { AHEAD = 40 }; /* units that are fetched early; 20 to 72 differ by little more than runs do */
 
 /* A piece of the width: whole groups, of about PIECE inputs. */
@@ -41,21 +41,7 @@ INLINE void add_dots(__m512i (*dots)[PASS], const float *scale, float factor, __
 INLINE void add_block(const uint8_t *codes, const int8_t *q, int64_t stride, const float *scale, float factor,
                       __m512 (*sums)[PASS], int n) {
     __m512i dots[PANELS][PASS];
-    for (int j = 0; j < n; j++) {
-        dots[0][j] = dots[1][j] = _mm512_setzero_si512();
-    }
-#pragma GCC unroll 8
-    for (int c = 0; c < TF_BLOCK / 4; c++, q += stride) {
-        const __m512i first = _mm512_load_si512(codes + c * PANELS * CHUNK);
-        const __m512i second = _mm512_load_si512(codes + c * PANELS * CHUNK + CHUNK);
-#pragma GCC unroll 4
-        for (int j = 0; j < n; j++) {
-            const __m512i x = _mm512_set1_epi32(*(const int32_t *)(const void *)(q + j * 4));
-            dots[0][j] = _mm512_dpbusd_epi32(dots[0][j], first, x);
-            dots[1][j] = _mm512_dpbusd_epi32(dots[1][j], second, x);
-        }
-        __asm__ volatile("" ::: "memory"); /* or GCC loads all chunks first, and has no registers left */
-    }
+    dot_unpacked(codes, q, stride, dots, n);
     add_dots(dots, scale, factor, sums, n);
 }
 
