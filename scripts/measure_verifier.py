@@ -2,8 +2,8 @@
 """Compare a pair with the model it is made of, its verifier as well as its draft.
 
 Merges the pair into a float32 GGUF, runs that through plain llama.cpp, and prints the mean KL divergence (nats) of
-the verifier's logits from it, the draft's against stock llama.cpp on the base file, and how many logits are equal bit
-for bit.
+the verifier's logits from it, and how many logits are equal bit for bit. The draft is held against stock llama.cpp on
+the base file, and both against stock llama.cpp on the base's weights in float32, where nothing rounds activations.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 import twofold
+from twofold.exact import float32_file
 from twofold.llama_log import quiet_log
 from twofold.merge import merge
 
@@ -72,6 +73,10 @@ def measure(base: Path, text: str, count: int, reference_type: str, options: dic
     stock_drafts = logits_of(stock, tokens)
     stock.close()
     with tempfile.TemporaryDirectory() as folder:
+        with float32_file(base, Path(folder)) as path:
+            exact = llama_cpp.Llama(str(path), **{**same, **settings})
+            exact_drafts = logits_of(exact, tokens)
+            exact.close()
         merged_path = merge(base, Path(folder) / "merged.gguf", type=reference_type).path
         merged = llama_cpp.Llama(str(merged_path), **{**same, **settings})
         reference = logits_of(merged, tokens)
@@ -91,6 +96,8 @@ def measure(base: Path, text: str, count: int, reference_type: str, options: dic
         "q8_0_kld_mean": float(q8_kld),
         "base_kld_mean": float(kl_divergence(reference, stock_drafts).mean()),
         "draft_against_stock_kld_mean": float(kl_divergence(stock_drafts, drafts).mean()),
+        "draft_against_exact_kld_mean": float(kl_divergence(exact_drafts, drafts).mean()),
+        "stock_against_exact_kld_mean": float(kl_divergence(exact_drafts, stock_drafts).mean()),
         "draft_bits_equal": bool(np.array_equal(stock_drafts, drafts)),
     }
 
