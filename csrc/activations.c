@@ -23,12 +23,14 @@ static size_t block_bytes(const tf_activations *a) {
     return 2 * p.q + 4 * p.blocks + p.groups + p.flags;
 }
 
-void tf_activations_shape(tf_activations *a, int64_t n, int64_t width, int32_t group, int32_t bits, int32_t columns) {
+void tf_activations_shape(tf_activations *a, int64_t n, int64_t width, int32_t group, int32_t bits, int32_t columns,
+                          bool for_base) {
     a->n = n;
     a->width = width;
     a->group = group;
     a->bits = bits;
     a->columns = columns;
+    a->for_base = for_base;
 }
 
 size_t tf_activations_bytes(const tf_activations *a) { return block_bytes(a) * (size_t)tf_activations_blocks(a); }

@@ -7,12 +7,14 @@ typedef struct tf_activations {
     int64_t n, width;    /* columns, inputs */
     int32_t group, bits; /* of the residual that the offsets are for */
     int32_t columns;     /* of a block */
+    bool for_base;       /* else only q, scale, sums and offset are made */
     size_t capacity;     /* of memory, if it is owned */
     uint8_t *memory;
 } tf_activations;
 
 /* Says what a holds; its memory is left alone. */
-void tf_activations_shape(tf_activations *a, int64_t n, int64_t width, int32_t group, int32_t bits, int32_t columns);
+void tf_activations_shape(tf_activations *a, int64_t n, int64_t width, int32_t group, int32_t bits, int32_t columns,
+                          bool for_base);
 size_t tf_activations_bytes(const tf_activations *a);
 /* Makes room for what a holds. */
 tf_status tf_activations_reserve(tf_activations *a);

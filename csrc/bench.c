@@ -47,7 +47,8 @@ static tf_status bench_product(const bench_matrices *m, const tf_kernel *kernel,
                                int64_t n, float *out, int32_t repeats, double *seconds) {
     tf_activations a = {0};
     const tf_planes *r = m->residuals;
-    tf_activations_shape(&a, n, m->width, r != NULL ? r->group : 32, r != NULL ? r->bits : 8, kernel->max_columns);
+    tf_activations_shape(&a, n, m->width, r != NULL ? r->group : 32, r != NULL ? r->bits : 8, kernel->max_columns,
+                         m->bases != NULL);
     tf_status status = tf_activations_reserve(&a);
     for (int32_t at = 0; at < repeats && status == TF_OK; at++) {
         const double start = tf_now();

@@ -121,7 +121,7 @@ static bool prepare(tf_engine *e, tf_claim *claim, const tf_entry *entry, const 
     claim->quantize = e->claimed != node->src[1];
     if (claim->quantize) {
         tf_activations_shape(&claim->x, ggml_nrows(node->src[1]), entry->tensor.width, e->group,
-                             verify ? e->bits : e->max_bits, e->kernel->max_columns);
+                             verify ? e->bits : e->max_bits, e->kernel->max_columns, true);
         claim->x.memory = activation_memory(e, claim, tf_activations_bytes(&claim->x));
         if (claim->x.memory == NULL) {
             return false;

@@ -36,7 +36,7 @@ static tf_status quantize(tf_engine *e, int64_t n, int64_t width, int32_t group,
     if (e->ahead != NULL) {
         tf_ahead_finish(e->ahead); /* it reads what is written now */
     }
-    tf_activations_shape(&e->activations, n, width, group, e->bits, e->kernel->max_columns);
+    tf_activations_shape(&e->activations, n, width, group, e->bits, e->kernel->max_columns, false);
     tf_status status = tf_activations_reserve(&e->activations);
     if (status == TF_OK) {
         tf_quantize_columns(e->pool, e->kernel, &e->activations, x);

@@ -212,7 +212,7 @@ static tf_status multiply(tf_pool *pool, tf_product *product, const tf_kernel *k
     tf_activations a = {0};
     const tf_planes *r = &product->residual;
     tf_activations_shape(&a, n, width, product->has_residual ? r->group : 32, product->has_residual ? r->bits : 8,
-                         kernel->max_columns);
+                         kernel->max_columns, product->base != NULL);
     tf_status status = tf_activations_reserve(&a);
     if (status == TF_OK) {
         tf_quantize_columns(pool, kernel, &a, x);

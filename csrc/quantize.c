@@ -142,7 +142,7 @@ static void settle_part(const tf_activations *a, const tf_kernel *kernel, const 
 
 void tf_quantize_together(tf_quantizing *shared, const tf_activations *a, const tf_kernel *kernel, tf_source x) {
     const int64_t parts = count_parts(a);
-    for (int phase = 0; phase < 2; phase++) {
+    for (int phase = 0; phase < (a->for_base ? 2 : 1); phase++) {
         for (int64_t i; (i = atomic_fetch_add(&shared->next[phase], 1)) < parts;) {
             const part p = part_of(a, i, &x);
             (phase == 0 ? round_part : settle_part)(a, kernel, &p);

@@ -43,7 +43,7 @@ static void tear_down(bench *b) {
 
 static void quantize(bench *b, uint64_t seed) {
     float *values = test_gaussians(N * WIDTH, 1.0f, seed);
-    tf_activations_shape(&b->x, N, WIDTH, file.group, 8, b->kernel->max_columns);
+    tf_activations_shape(&b->x, N, WIDTH, file.group, 8, b->kernel->max_columns, false);
     CHECK(tf_activations_reserve(&b->x) == TF_OK);
     tf_quantize_columns(b->pool, b->kernel, &b->x, values);
     free(values);

@@ -5,7 +5,7 @@
 static tf_pool *pool; /* three threads */
 
 static tf_columns quantized(const tf_kernel *kernel, const float *x, tf_activations *a) {
-    tf_activations_shape(a, 1, TF_BLOCK, 32, 8, 1);
+    tf_activations_shape(a, 1, TF_BLOCK, 32, 8, 1, true);
     CHECK(tf_activations_reserve(a) == TF_OK);
     memset(a->memory, 0, tf_activations_bytes(a));
     tf_quantize_columns(pool, kernel, a, x);
@@ -93,8 +93,8 @@ static void test_parts(const tf_kernel *kernel) {
         x[i] *= 40.0f; /* some blocks need more bits */
     }
     tf_activations many = {0}, one = {0};
-    tf_activations_shape(&many, N, WIDTH, GROUP, 6, kernel->max_columns);
-    tf_activations_shape(&one, 1, WIDTH, GROUP, 6, kernel->max_columns);
+    tf_activations_shape(&many, N, WIDTH, GROUP, 6, kernel->max_columns, true);
+    tf_activations_shape(&one, 1, WIDTH, GROUP, 6, kernel->max_columns, true);
     CHECK(tf_activations_reserve(&many) == TF_OK && tf_activations_reserve(&one) == TF_OK);
     for (int round = 0; round < 50; round++) {
         memset(many.memory, 0x55, tf_activations_bytes(&many));
