@@ -2,8 +2,9 @@
 """Time the kernels of residuals and bases, and ggml's mul_mat, in one run, as shares of what this machine can read.
 
 For each shape, format and number of columns: milliseconds (median), 99th percentile, GB/s of weights, share of the
-read bandwidth probed beside it, and for wide products the share of the peak rate of byte dot products. Matrices take
-turns, so that none is found in a cache. "best" compares with the fastest ggml type of the same or more bits.
+read bandwidth probed beside it, and for wide products the share of the peak rate of byte dot products, probed beside
+it too: on a shared machine both come and go. Matrices take turns, so that none is found in a cache. "best" compares
+with the fastest ggml type of the same or more bits.
 """
 
 from __future__ import annotations
@@ -60,19 +61,21 @@ class Row:
 
 
 class Bench:
-    """Makes rows, each beside a reading of the bandwidth."""
+    """Makes rows, each beside a reading of the bandwidth and of the peak."""
 
     def __init__(self, threads: int, repeats: int, cache_bytes: int) -> None:
         self.threads, self.repeats, self.cache_bytes = threads, repeats, cache_bytes
         self._probe = np.ones(256 << 20, np.uint8)
-        self.peak = self._peak()
         self.bandwidths: list[float] = []
+        self.peaks: list[float] = []
 
-    def _peak(self) -> float:
+    def peak(self) -> float:
+        """Operations a second on registers, best of a few readings of some milliseconds; 0: the kernel has no peak."""
         try:
-            return timing.peak_operations(threads=self.threads)
+            self.peaks.append(timing.peak_operations(threads=self.threads, rounds=1_000_000))
         except twofold.TwofoldError:
             return 0.0
+        return self.peaks[-1]
 
     def bandwidth(self, threads: int | None = None) -> float:
         """Best bytes a second of a few readings of 256 MB."""
@@ -89,9 +92,8 @@ class Bench:
         """Turn times into a row."""
         m, k = SHAPES[shape]
         median = float(np.median(seconds))
-        bandwidth = self.bandwidth()
+        bandwidth, peak = self.bandwidth(), self.peak()
         rate = m * k * bits / 8 / median
-        peak = 2 * m * k * n / median / self.peak if self.peak else 0.0
         p99 = float(np.quantile(seconds, 0.99))
         return Row(
             kernel=kernel,
@@ -106,7 +108,7 @@ class Bench:
             gb_s=rate / 1e9,
             share_of_bandwidth=rate / bandwidth,
             bits=bits,
-            share_of_peak=peak,
+            share_of_peak=2 * m * k * n / median / peak if peak else 0.0,
         )
 
 
@@ -255,11 +257,11 @@ def main() -> None:
     if args.quick:
         args.shapes, args.columns, args.repeats = ["study"], [1, 4, 8], 9
     bench = Bench(args.threads, args.repeats, cache_size())
-    one, every = bench.bandwidth(1) / 1e9, bench.bandwidth() / 1e9
+    one, every, peak = bench.bandwidth(1) / 1e9, bench.bandwidth() / 1e9, bench.peak() / 1e12
     print(
         f"twofold {twofold.__version__}, llama-cpp-python {llama_cpp.__version__}, {platform.machine()}, kernel "
         f"{blocks.default_kernel()}, {args.threads} threads\n"
-        f"reads {one:.1f} GB/s with one thread, {every:.1f} with all; peak {bench.peak / 1e12:.2f} Tops"
+        f"reads {one:.1f} GB/s with one thread, {every:.1f} with all; peak {peak:.2f} Tops"
     )
     rows: list[Row] = []
     for shape in args.shapes:
@@ -268,8 +270,12 @@ def main() -> None:
         print(f"{shape} done", file=sys.stderr)
     print_table(rows)
     print("error on Gaussian x:", {name: f"{value:.3%}" for name, value in error_on_gaussian().items()})
-    low, high = min(bench.bandwidths) / 1e9, max(bench.bandwidths) / 1e9
-    print(f"bandwidth probed beside the rows: {low:.1f} to {high:.1f} GB/s")
+    for name, unit, factor, probes in (
+        ("bandwidth", "GB/s", 1e9, bench.bandwidths),
+        ("peak", "Tops", 1e12, bench.peaks),
+    ):
+        if probes:
+            print(f"{name} probed beside the rows: {min(probes) / factor:.2f} to {max(probes) / factor:.2f} {unit}")
     if args.json:
         args.json.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
     if args.plot:
