@@ -12,6 +12,13 @@ INLINE __m512i right(__m512i v, unsigned bits) { return _mm512_srli_epi16(v, bit
 
 INLINE __m512i and8(__m512i v, int mask) { return _mm512_and_si512(v, _mm512_set1_epi8((char)mask)); }
 
+/* Adds dot products with 4 inputs, the same in all lanes. GCC broadcasts with an instruction of its own, which on Intel
+ * costs up to a twentieth where a core's front end is shared. */
+INLINE __m512i dot(__m512i sum, __m512i codes, const int8_t *inputs) {
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*(const int32_t *)(const void *)inputs));
+    return sum;
+}
+
 /* Bits of `a` where the mask has ones, else of `b`. */
 INLINE __m512i blend(__m512i a, __m512i b, int mask) {
     return _mm512_ternarylogic_epi64(_mm512_set1_epi8((char)mask), a, b, 0xca);

@@ -7,8 +7,7 @@ INLINE void add_dots(const uint8_t *block, int half, const int8_t *q, __m512i *d
     unpack_half(block, half, codes, bits);
     for (int c = 0; c < 4; c++) {
         for (int j = 0; j < n; j++) {
-            const __m512i x = _mm512_set1_epi32(*(const int32_t *)(const void *)(q + ((half * 4 + c) * n + j) * 4));
-            dots[j] = _mm512_dpbusd_epi32(dots[j], codes[c], x);
+            dots[j] = dot(dots[j], codes[c], q + ((half * 4 + c) * n + j) * 4);
         }
     }
 }
