@@ -31,6 +31,7 @@ void tf_activations_shape(tf_activations *a, int64_t n, int64_t width, int32_t g
     a->bits = bits;
     a->columns = columns;
     a->for_base = for_base;
+    a->starts = NULL;
 }
 
 size_t tf_activations_bytes(const tf_activations *a) { return block_bytes(a) * (size_t)tf_activations_blocks(a); }
@@ -50,10 +51,16 @@ void tf_activations_free(tf_activations *a) {
     *a = (tf_activations){0};
 }
 
-int64_t tf_activations_blocks(const tf_activations *a) { return tf_ceil_div(a->n, a->columns); }
+int64_t tf_activations_blocks(const tf_activations *a) {
+    return a->starts != NULL ? a->blocks : tf_ceil_div(a->n, a->columns);
+}
+
+int64_t tf_activations_start(const tf_activations *a, int64_t index) {
+    return a->starts != NULL ? a->starts[index] : index * a->columns;
+}
 
 tf_columns tf_activations_block(const tf_activations *a, int64_t index) {
-    const int64_t left = a->n - index * a->columns;
+    const int64_t end = a->starts != NULL ? a->starts[index + 1] : a->n, left = end - tf_activations_start(a, index);
     const parts p = part_bytes(a);
     uint8_t *at = a->memory + block_bytes(a) * (size_t)index;
     uint8_t *blocks = at + 2 * p.q;

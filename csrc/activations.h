@@ -8,7 +8,10 @@ typedef struct tf_activations {
     int32_t group, bits; /* of the residual that the offsets are for */
     int32_t columns;     /* of a block */
     bool for_base;       /* else only q, scale, sums and offset are made */
-    size_t capacity;     /* of memory, if it is owned */
+    /* Blocks that are not full: how many, and the first column of each [blocks + 1]. NULL: all but the last are. */
+    const int32_t *starts;
+    int64_t blocks;
+    size_t capacity; /* of memory, if it is owned */
     uint8_t *memory;
 } tf_activations;
 
@@ -20,5 +23,7 @@ size_t tf_activations_bytes(const tf_activations *a);
 tf_status tf_activations_reserve(tf_activations *a);
 void tf_activations_free(tf_activations *a);
 int64_t tf_activations_blocks(const tf_activations *a);
+/* The first column of block `index`. */
+int64_t tf_activations_start(const tf_activations *a, int64_t index);
 /* Block `index`: where its columns are, or go. */
 tf_columns tf_activations_block(const tf_activations *a, int64_t index);

@@ -89,7 +89,7 @@ bool tf_ahead_expects(const tf_ahead *a, const struct ggml_tensor *x) { return f
 
 static void run(tf_ahead *a, begun *b, int32_t thread, int32_t threads) {
     atomic_fetch_add(&b->entered, 1);
-    tf_shares_run(b->shares, threads, thread, a->kernel, &b->product);
+    tf_shares_run(b->shares, threads, thread, a->kernel, &b->product, 1);
     atomic_fetch_add(&b->left, 1);
 }
 

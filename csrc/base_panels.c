@@ -148,6 +148,23 @@ tf_status tf_base_build(tf_base *base, int32_t type, int64_t rows, int64_t width
     return TF_OK;
 }
 
+tf_base tf_base_expert(const tf_base *base, int64_t expert, int64_t rows) {
+    const int64_t panel = expert * (rows / TF_PANEL_ROWS), width = base->width;
+    tf_base one = *base;
+    one.rows = one.planes.rows = rows;
+    if (base->supers != NULL) {
+        one.supers += panel * (width / TF_SUPER) * tf_super_bytes(base->bits);
+        return one;
+    }
+    one.planes.plane4 += panel * width * 8;
+    one.planes.scales += panel * (width / 32) * TF_PANEL_ROWS;
+    if (one.planes.bits == 8) {
+        one.planes.plane6 += panel * width * 4;
+        one.planes.plane8 += panel * width * 4;
+    }
+    return one;
+}
+
 void tf_base_free(tf_base *base) {
     free(base->memory);
     *base = (tf_base){.type = -1};

@@ -54,4 +54,6 @@ void tf_super_put_row(const tf_base *base, int64_t row, const void *data);
 bool tf_base_supported(int32_t type);
 /* data: rows of the type as ggml lays them out. */
 tf_status tf_base_build(tf_base *base, int32_t type, int64_t rows, int64_t width, const void *data, tf_pool *pool);
+/* Of the rows of all experts one behind the other: those of one expert, which are whole panels. */
+tf_base tf_base_expert(const tf_base *base, int64_t expert, int64_t rows);
 void tf_base_free(tf_base *base);

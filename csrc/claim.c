@@ -4,22 +4,35 @@
  * The node's op becomes GGML_OP_CUSTOM, whose parameters name a function; ggml's CPU backend runs it like
  * any op, between its own barriers, so nothing is split off, synchronized or oversubscribed. llama.cpp
  * uses a graph again for later batches: the node then still carries our op, and what it was before lies
- * in the part of op_params that ggml does not use for custom ops. */
+ * in the part of op_params that ggml does not use for custom ops.
+ *
+ * With experts, which columns go to which one is known when the node runs. The thread that comes first sorts them:
+ * every expert in use is a product, with blocks of columns of its own. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "engine_state.h"
+#include "routing.h"
+
+typedef enum stage { UNROUTED, ROUTING, ROUTED } stage;
 
 struct tf_claim {
     tf_claim *next;
-    const tf_kernel *kernel;
-    tf_product product;
+    tf_engine *engine;
+    const tf_entry *entry;
+    struct ggml_tensor *node;
+    tf_claim *source; /* the claim whose x this one multiplies: itself, or an earlier one */
     tf_activations x;
-    void *retired; /* memory to free with this claim */
-    bool quantize; /* else the claim before has done it */
     tf_quantizing quantizing;
+    void *retired;       /* memory to free with this claim */
+    tf_routing *routing; /* where this claim quantizes columns for experts */
+    atomic_int stage;    /* of that and of what follows from it */
     int32_t share_count;
-    tf_share shares[];
+    int64_t count; /* products */
+    tf_product *products;
+    tf_base *bases;    /* of the products, where they are of experts */
+    float **columns;   /* where the results of sorted columns go; NULL: not of experts */
+    tf_share shares[]; /* [products][share_count] */
 };
 
 /* What a node was before it was claimed. */
@@ -32,6 +45,14 @@ typedef struct original {
 enum { MAGIC = 0x7f01d, ORIGINAL_AT = (int)(GGML_MAX_OP_PARAMS - sizeof(original)) };
 
 static void compute(struct ggml_tensor *node, int thread, int threads, void *argument);
+
+static void release(tf_claim *claim) {
+    if (claim != NULL) {
+        free(claim->retired);
+        free(claim->routing);
+        free(claim);
+    }
+}
 
 /* The op_params that make a node run compute(claim): taken from a custom node that ggml builds. */
 static bool custom_params(tf_claim *claim, void *out) {
@@ -62,29 +83,96 @@ void tf_unclaim_node(struct ggml_tensor *node) {
 
 /* ---- in ggml's threads ----------------------------------------------------------------------- */
 
-/* Column j of x, counted over all its dimensions. */
+/* Column j of the node's input, counted over all its dimensions; of the sorted ones where there are experts. */
 static const float *column(const void *of, int64_t j) {
-    const struct ggml_tensor *x = of;
-    const int64_t i1 = j % x->ne[1], i2 = j / x->ne[1] % x->ne[2], i3 = j / x->ne[1] / x->ne[2];
-    const char *at = (const char *)x->data + (size_t)i1 * x->nb[1] + (size_t)i2 * x->nb[2] + (size_t)i3 * x->nb[3];
-    return (const float *)(const void *)at;
+    const tf_claim *claim = of;
+    const struct ggml_tensor *x = claim->node->src[1];
+    if (claim->routing != NULL) {
+        const int64_t slots = claim->node->src[2]->ne[0], i = claim->routing->order[j];
+        return tf_column(x, x->data, i % slots % x->ne[1], i / slots, 0);
+    }
+    return tf_column(x, x->data, j % x->ne[1], j / x->ne[1] % x->ne[2], j / x->ne[1] / x->ne[2]);
+}
+
+static void init_product(tf_claim *claim, int64_t index, const tf_base *base, int64_t expert) {
+    const tf_engine *e = claim->engine;
+    claim->products[index] = (tf_product){.base = base,
+                                          .has_residual = e->mode == TF_VERIFY && e->bits > 0,
+                                          .residual = tf_engine_planes(e, claim->entry, expert),
+                                          .x = &claim->source->x,
+                                          .out = (float *)claim->node->data,
+                                          .stride = claim->entry->tensor.rows};
+    tf_shares_init(&claim->shares[index * claim->share_count], claim->share_count, &claim->products[index]);
+}
+
+static void count_bytes(const tf_claim *claim, const tf_product *product) {
+    if (product->has_residual) {
+        claim->engine->counters.residual_bytes += tf_residual_bytes_read(&product->residual);
+    }
+}
+
+/* A product for each expert in use. */
+static void init_products_of_experts(tf_claim *claim) {
+    tf_claim *source = claim->source;
+    const tf_routing *r = source->routing;
+    if (source == claim) {
+        tf_routing_sort(claim->routing, claim->node->src[2]);
+        claim->x.starts = r->starts;
+        claim->x.blocks = r->blocks[r->count];
+    }
+    for (int64_t i = 0; i < source->x.n; i++) {
+        claim->columns[i] = (float *)claim->node->data + r->order[i] * claim->entry->tensor.rows;
+    }
+    claim->count = r->count;
+    for (int64_t i = 0; i < claim->count; i++) {
+        claim->bases[i] = tf_base_expert(&claim->entry->base, r->used[i], claim->entry->tensor.rows);
+        init_product(claim, i, &claim->bases[i], r->used[i]);
+        claim->products[i].first_block = r->blocks[i];
+        claim->products[i].blocks = r->blocks[i + 1] - r->blocks[i];
+        claim->products[i].scatter = claim->columns;
+        count_bytes(claim, &claim->products[i]);
+    }
+}
+
+/* Has it done by the thread that comes first. */
+static void route(tf_claim *claim) {
+    int expected = UNROUTED;
+    if (atomic_compare_exchange_strong(&claim->stage, &expected, ROUTING)) {
+        init_products_of_experts(claim);
+        atomic_store(&claim->stage, ROUTED);
+    }
+    for (int spins = 0; atomic_load(&claim->stage) != ROUTED; spins++) {
+        tf_relax(spins);
+    }
 }
 
 static void compute(struct ggml_tensor *node, int thread, int threads, void *argument) {
     tf_claim *claim = argument;
+    const tf_kernel *kernel = claim->engine->kernel;
+    (void)node;
     (void)threads;
-    if (claim->quantize) {
-        tf_quantize_together(&claim->quantizing, &claim->x, claim->kernel, (tf_source){column, node->src[1]});
+    if (claim->columns != NULL) {
+        route(claim);
     }
-    tf_shares_run(claim->shares, claim->share_count, thread % claim->share_count, claim->kernel, &claim->product);
+    if (claim->source == claim) {
+        tf_quantize_together(&claim->quantizing, &claim->x, kernel, (tf_source){column, claim});
+    }
+    tf_shares_run(claim->shares, claim->share_count, thread % claim->share_count, kernel, claim->products,
+                  claim->count);
 }
 
 /* ---- before the graph runs ------------------------------------------------------------------- */
 
 static bool claimable(const tf_engine *e, const struct ggml_tensor *node) {
-    const struct ggml_tensor *w = node->src[0], *x = node->src[1];
-    return e->claiming && node->op == GGML_OP_MUL_MAT && tf_base_supported((int32_t)w->type) && tf_on_host(w) &&
-           tf_on_host(node) && tf_on_host(x) && ggml_is_contiguous(w) && ggml_n_dims(w) <= 2;
+    const struct ggml_tensor *w = node->src[0], *x = node->src[1], *ids = node->src[2];
+    if (!e->claiming || !tf_base_supported((int32_t)w->type) || !ggml_is_contiguous(w) || !tf_on_host(w) ||
+        !tf_on_host(node) || !tf_on_host(x)) {
+        return false;
+    }
+    if (node->op == GGML_OP_MUL_MAT) {
+        return ggml_n_dims(w) <= 2;
+    }
+    return w->ne[1] % TF_PANEL_ROWS == 0 && ids->type == GGML_TYPE_I32 && tf_on_host(ids);
 }
 
 /* Panels of the weight, made when it is first met. */
@@ -93,7 +181,7 @@ static bool ensure_base(tf_engine *e, tf_entry *entry, const struct ggml_tensor 
         return !entry->no_base;
     }
     const tf_residual_tensor *t = &entry->tensor;
-    if (tf_base_build(&entry->base, (int32_t)w->type, t->rows, t->width, w->data, e->pool) != TF_OK) {
+    if (tf_base_build(&entry->base, (int32_t)w->type, t->rows * t->experts, t->width, w->data, e->pool) != TF_OK) {
         entry->no_base = true; /* not tried again: ggml goes on computing it */
         return false;
     }
@@ -115,44 +203,84 @@ static uint8_t *activation_memory(tf_engine *e, tf_claim *claim, size_t bytes) {
     return e->claim_memory.data;
 }
 
-static bool prepare(tf_engine *e, tf_claim *claim, const tf_entry *entry, const struct ggml_tensor *node) {
+/* The latest claim if it has the node's columns in the order that the node needs them in. */
+static tf_claim *same_columns(const tf_engine *e, const struct ggml_tensor *node) {
+    tf_claim *latest = e->claims;
+    if (latest == NULL || e->claimed != node->src[1] || (node->op == GGML_OP_MUL_MAT_ID) != (latest->columns != NULL)) {
+        return NULL;
+    }
+    return node->op == GGML_OP_MUL_MAT || e->routed == node->src[2] ? latest->source : NULL;
+}
+
+/* Memory of a claim with `products` and, of experts, `columns`: one piece. */
+static tf_claim *allocate(const tf_engine *e, int64_t products, int64_t columns) {
+    const size_t shares = (size_t)(products * e->threads) * sizeof(tf_share);
+    const size_t more = (size_t)products * (sizeof(tf_product) + sizeof(tf_base)) + (size_t)columns * sizeof(float *);
+    const size_t bytes = (sizeof(tf_claim) + shares + more + 63) / 64 * 64;
+    tf_claim *claim = aligned_alloc(64, bytes);
+    if (claim != NULL) {
+        memset(claim, 0, bytes);
+        claim->share_count = e->threads;
+        claim->count = products;
+        claim->products = (tf_product *)(void *)((char *)claim->shares + shares);
+        claim->bases = (tf_base *)(void *)(claim->products + products);
+        claim->columns = columns > 0 ? (float **)(void *)(claim->bases + products) : NULL;
+    }
+    return claim;
+}
+
+/* What is quantized for the claim, and room for it. */
+static bool prepare_input(tf_engine *e, tf_claim *claim, int64_t columns) {
     const bool verify = e->mode == TF_VERIFY && e->bits > 0;
-    claim->kernel = e->kernel;
-    claim->quantize = e->claimed != node->src[1];
-    if (claim->quantize) {
-        tf_activations_shape(&claim->x, ggml_nrows(node->src[1]), entry->tensor.width, e->group,
-                             verify ? e->bits : e->max_bits, e->kernel->max_columns, true);
-        claim->x.memory = activation_memory(e, claim, tf_activations_bytes(&claim->x));
-        if (claim->x.memory == NULL) {
+    const tf_residual_tensor *t = &claim->entry->tensor;
+    tf_activations_shape(&claim->x, columns, t->width, e->group, verify ? e->bits : e->max_bits, e->kernel->max_columns,
+                         true);
+    if (claim->columns != NULL) {
+        claim->routing = tf_routing_new(t->experts, columns, e->kernel->max_columns);
+        if (claim->routing == NULL) {
             return false;
         }
-    } else {
-        claim->x = e->claims->x;
+        claim->x.starts = claim->routing->starts;
+        claim->x.blocks = tf_routing_most_blocks(t->experts, columns, e->kernel->max_columns);
     }
-    claim->product = (tf_product){.base = &entry->base,
-                                  .has_residual = verify,
-                                  .residual = tf_engine_planes(e, entry, 0),
-                                  .x = &claim->x,
-                                  .out = (float *)node->data,
-                                  .stride = entry->tensor.rows};
-    claim->share_count = e->threads;
-    tf_shares_init(claim->shares, claim->share_count, &claim->product);
-    return true;
+    claim->x.memory = activation_memory(e, claim, tf_activations_bytes(&claim->x));
+    return claim->x.memory != NULL;
+}
+
+static tf_claim *prepare(tf_engine *e, const tf_entry *entry, struct ggml_tensor *node) {
+    const bool experts = node->op == GGML_OP_MUL_MAT_ID;
+    const int64_t columns = experts ? node->src[2]->ne[0] * node->src[2]->ne[1] : ggml_nrows(node->src[1]);
+    tf_claim *claim =
+        experts ? allocate(e, tf_routing_most(entry->tensor.experts, columns), columns) : allocate(e, 1, 0);
+    if (claim == NULL) {
+        return NULL;
+    }
+    claim->engine = e;
+    claim->entry = entry;
+    claim->node = node;
+    claim->source = same_columns(e, node);
+    if (claim->source == NULL) {
+        claim->source = claim;
+        if (!prepare_input(e, claim, columns)) {
+            release(claim);
+            return NULL;
+        }
+    }
+    if (!experts) {
+        init_product(claim, 0, &entry->base, 0);
+        count_bytes(claim, &claim->products[0]);
+    }
+    return claim;
 }
 
 bool tf_claim_node(tf_engine *e, tf_entry *entry, struct ggml_tensor *node) {
     if (!claimable(e, node) || tf_check_operands(entry, node) != TF_OK || !ensure_base(e, entry, node->src[0])) {
         return false;
     }
-    tf_claim *claim = aligned_alloc(64, (sizeof *claim + (size_t)e->threads * sizeof *claim->shares + 63) / 64 * 64);
+    tf_claim *claim = prepare(e, entry, node);
     char params[GGML_MAX_OP_PARAMS];
     if (claim == NULL || !custom_params(claim, params)) {
-        free(claim);
-        return false;
-    }
-    memset(claim, 0, sizeof *claim);
-    if (!prepare(e, claim, entry, node)) {
-        free(claim);
+        release(claim);
         return false;
     }
     const original was = {MAGIC, (int32_t)node->op, node->op_params[0]};
@@ -162,9 +290,7 @@ bool tf_claim_node(tf_engine *e, tf_entry *entry, struct ggml_tensor *node) {
     claim->next = e->claims;
     e->claims = claim;
     e->claimed = tf_lasting(node->src[1]);
-    if (claim->product.has_residual) {
-        e->counters.residual_bytes += tf_residual_bytes_read(&claim->product.residual);
-    }
+    e->routed = node->src[2] != NULL ? tf_lasting(node->src[2]) : NULL;
     return true;
 }
 
@@ -172,7 +298,6 @@ void tf_claims_free(tf_engine *e) {
     while (e->claims != NULL) {
         tf_claim *claim = e->claims;
         e->claims = claim->next;
-        free(claim->retired);
-        free(claim);
+        release(claim);
     }
 }

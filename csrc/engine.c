@@ -165,7 +165,7 @@ void tf_engine_claim(tf_engine *e, bool on) { e->claiming = on; }
 void tf_engine_begin(tf_engine *e, tf_mode mode) {
     e->mode = mode;
     e->status = TF_OK;
-    e->quantized = e->claimed = e->awaited = e->x.tensor = e->ids.tensor = NULL;
+    e->quantized = e->claimed = e->routed = e->awaited = e->x.tensor = e->ids.tensor = NULL;
     if (e->ahead != NULL) {
         tf_ahead_finish(e->ahead);
     }

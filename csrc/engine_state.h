@@ -51,6 +51,7 @@ struct tf_engine {
     /* claim.c */
     tf_claim *claims;                  /* of this decode, the latest first */
     const struct ggml_tensor *claimed; /* the src1 that the latest quantizes, until it is computed anew */
+    const struct ggml_tensor *routed;  /* the src2 that says which experts its columns go to; NULL: not known to last */
     tf_buffer claim_memory;
 };
 

@@ -48,10 +48,10 @@ typedef struct columns {
     int64_t first, n; /* columns */
 } columns;
 
-static void columns_from(const tf_activations *x, int64_t block, columns *c) {
-    c->first = block * x->columns;
+static void columns_from(const tf_activations *x, int64_t block, int64_t end, columns *c) {
+    c->first = tf_activations_start(x, block);
     c->n = c->count = 0;
-    for (; block < tf_activations_blocks(x) && c->n + x->columns <= TF_WIDE_COLUMNS; block++, c->count++) {
+    for (; block < end && c->n + x->columns <= TF_WIDE_COLUMNS; block++, c->count++) {
         c->blocks[c->count] = tf_activations_block(x, block);
         c->n += c->blocks[c->count].n;
     }
@@ -131,9 +131,10 @@ static void run_columns(const tf_kernel *kernel, const tf_product *product, int6
 }
 
 static void run_panels(const tf_kernel *kernel, const tf_product *product, int64_t panel, int64_t panels) {
-    for (int64_t block = 0; block < tf_activations_blocks(product->x);) {
+    const int64_t blocks = product->blocks > 0 ? product->blocks : tf_activations_blocks(product->x);
+    for (int64_t block = product->first_block, end = block + blocks; block < end;) {
         columns x;
-        columns_from(product->x, block, &x);
+        columns_from(product->x, block, end, &x);
         run_columns(kernel, product, panel, panels, &x);
         block += x.count;
     }
@@ -161,9 +162,15 @@ static void drain(tf_share *from, const tf_kernel *kernel, const tf_product *pro
     }
 }
 
-void tf_shares_run(tf_share *shares, int32_t count, int32_t own, const tf_kernel *kernel, const tf_product *product) {
-    for (int32_t k = 0; k < count; k++) {
-        drain(&shares[(own + k) % count], kernel, product);
+void tf_shares_run(tf_share *shares, int32_t count, int32_t own, const tf_kernel *kernel, const tf_product *products,
+                   int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        drain(&shares[i * count + own], kernel, &products[i]);
+    }
+    for (int64_t i = 0; i < n; i++) {
+        for (int32_t k = 1; k < count; k++) {
+            drain(&shares[i * count + (own + k) % count], kernel, &products[i]);
+        }
     }
 }
 
@@ -176,12 +183,7 @@ typedef struct task {
 
 static void job(void *argument, int32_t thread, int32_t threads) {
     const task *task = argument;
-    for (int64_t i = 0; i < task->n; i++) {
-        drain(&task->shares[i * threads + thread], task->kernel, &task->products[i]);
-    }
-    for (int64_t i = 0; i < task->n; i++) {
-        tf_shares_run(&task->shares[i * threads], threads, thread, task->kernel, &task->products[i]);
-    }
+    tf_shares_run(task->shares, threads, thread, task->kernel, task->products, task->n);
 }
 
 tf_status tf_products_run(tf_pool *pool, const tf_kernel *kernel, const tf_product *products, int64_t n) {

@@ -9,8 +9,9 @@ typedef struct tf_product {
     bool has_residual;
     tf_planes residual;
     const tf_activations *x;
-    bool add;   /* to what is there, or overwrite it */
-    float *out; /* column j at out + j * stride, unless */
+    int64_t first_block, blocks; /* of x, that are multiplied; 0 blocks: all */
+    bool add;                    /* to what is there, or overwrite it */
+    float *out;                  /* column j at out + j * stride, unless */
     int64_t stride;
     float *const *scatter; /* says where each column goes */
 } tf_product;
@@ -23,8 +24,9 @@ typedef struct tf_share {
 
 /* Panels left to do, one share a thread. */
 void tf_shares_init(tf_share *shares, int32_t count, const tf_product *product);
-/* Does panels of share `own`, then what the others have left. */
-void tf_shares_run(tf_share *shares, int32_t count, int32_t own, const tf_kernel *kernel, const tf_product *product);
+/* Does share `own` of each of n products, then what the others have left; shares: [n][count]. */
+void tf_shares_run(tf_share *shares, int32_t count, int32_t own, const tf_kernel *kernel, const tf_product *products,
+                   int64_t n);
 
 /* Runs the products together on the pool. */
 tf_status tf_products_run(tf_pool *pool, const tf_kernel *kernel, const tf_product *products, int64_t n);

@@ -27,8 +27,8 @@ typedef struct part {
 
 /* Parts of a block of columns. */
 static int64_t parts_across(const tf_activations *a) {
-    const int64_t columns = a->n < a->columns ? a->n : a->columns, groups = tf_groups(a->width, a->group);
-    const int64_t parts = tf_ceil_div(a->width * columns, PART);
+    const int64_t most = a->starts != NULL ? 1 : a->columns, columns = a->n < most ? a->n : most;
+    const int64_t groups = tf_groups(a->width, a->group), parts = tf_ceil_div(a->width * columns, PART);
     return parts < groups ? parts : groups;
 }
 
@@ -42,7 +42,7 @@ static part part_of(const tf_activations *a, int64_t index, const tf_source *x) 
               .block = groups * at / across * (a->group / TF_BLOCK),
               .end = end < blocks ? end : blocks};
     for (int64_t j = 0; j < p.to.n; j++) {
-        p.x[j] = x->column(x->of, columns * a->columns + j);
+        p.x[j] = x->column(x->of, tf_activations_start(a, columns) + j);
     }
     return p;
 }

@@ -14,7 +14,7 @@ import json
 import sys
 import tempfile
 from dataclasses import dataclass
-from math import sqrt
+from math import prod, sqrt
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +44,7 @@ _SCALES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a llama."""
+    """Dimensions of a llama, or with experts of a qwen3moe; `ff` is an expert's then."""
 
     layers: int
     width: int
@@ -52,24 +52,40 @@ class Shape:
     heads: int
     heads_kv: int
     vocab: int
+    experts: int = 0
+    used: int = 0
+    head: int = 0  # 0: width / heads
+
+    @property
+    def arch(self) -> str:
+        """Of llama.cpp."""
+        return "qwen3moe" if self.experts else "llama"
+
+    @property
+    def head_width(self) -> int:
+        """Inputs of a head."""
+        return self.head or self.width // self.heads
 
 
 SHAPES = {
     "tiny": Shape(2, 256, 512, 4, 2, 512),
+    "tiny-moe": Shape(2, 256, 256, 4, 2, 512, experts=8, used=2),
     "135m": Shape(30, 576, 1536, 9, 3, 49152),
     "1b": Shape(16, 2048, 8192, 32, 8, 32000),
     "7b": Shape(32, 4096, 14336, 32, 8, 32000),
     "14b": Shape(40, 5120, 13824, 40, 8, 152064),
     "32b": Shape(64, 5120, 25600, 64, 8, 151936),
+    "a3b": Shape(8, 2048, 768, 32, 4, 32000, experts=128, used=8, head=128),  # 8 of the 48 layers of Qwen3 30B-A3B
 }
 
 
-def matrices(s: Shape) -> dict[str, tuple[int, int]]:
-    """Names and shapes (rows, width) of the matrices that are split."""
-    kv = s.width // s.heads * s.heads_kv
-    block = {"attn_q": (s.width, s.width), "attn_k": (kv, s.width), "attn_v": (kv, s.width)}
-    block |= {"attn_output": (s.width, s.width), "ffn_gate": (s.ff, s.width), "ffn_up": (s.ff, s.width)}
-    block |= {"ffn_down": (s.width, s.ff)}
+def matrices(s: Shape) -> dict[str, tuple[int, ...]]:
+    """Names and shapes (rows, width), or (experts, rows, width), of the matrices that are split."""
+    q, kv = s.head_width * s.heads, s.head_width * s.heads_kv
+    block: dict[str, tuple[int, ...]] = {"attn_q": (q, s.width), "attn_k": (kv, s.width), "attn_v": (kv, s.width)}
+    block["attn_output"] = (s.width, q)
+    feed = {"ffn_gate": (s.ff, s.width), "ffn_up": (s.ff, s.width), "ffn_down": (s.width, s.ff)}
+    block |= {f"{name}_exps": (s.experts, *shape) for name, shape in feed.items()} if s.experts else feed
     found = {f"blk.{i}.{name}.weight": shape for i in range(s.layers) for name, shape in block.items()}
     return found | {"output.weight": (s.vocab, s.width)}
 
@@ -107,16 +123,17 @@ def write_pair(name: str | Path, shape: Shape, *, base: str = "q2_k", bits: int 
 
 
 def _base_header(s: Shape, base: str) -> tuple[Gguf, list[Split]]:
-    """Keys of a tiny llama with the shape's numbers, and its tensors."""
+    """Keys of a tiny model with the shape's numbers, and its tensors."""
     with tempfile.TemporaryDirectory() as folder:
-        write_tiny(Path(folder) / "keys.gguf", "llama", layers=1)
+        write_tiny(Path(folder) / "keys.gguf", s.arch, layers=1)
         header = Gguf(keys_of=Gguf(Path(folder) / "keys.gguf"))
-    head = s.width // s.heads
     keys = {"block_count": s.layers, "embedding_length": s.width, "feed_forward_length": s.ff, "vocab_size": s.vocab}
     keys |= {"attention.head_count": s.heads, "attention.head_count_kv": s.heads_kv, "context_length": 8192}
-    keys |= {"attention.key_length": head, "attention.value_length": head}
+    keys |= {"attention.key_length": s.head_width, "attention.value_length": s.head_width}
+    if s.experts:
+        keys |= {"expert_count": s.experts, "expert_used_count": s.used, "expert_feed_forward_length": s.ff}
     for key, value in keys.items():
-        header.set(f"llama.{key}", value)
+        header.set(f"{s.arch}.{key}", value)
     for key in ("scores", "token_type"):  # of the tiny vocabulary; without them every token is alike
         header.remove(f"tokenizer.ggml.{key}")
     header.set_list("tokenizer.ggml.tokens", ["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(3, s.vocab))])
@@ -127,18 +144,24 @@ def _base_header(s: Shape, base: str) -> tuple[Gguf, list[Split]]:
     for name, shape in matrices(s).items():
         kind = ggml_type(base)
         header.add(name, kind, shape)
-        tensor = Tensor(name, kind, shape, 0, shape[0] * kind.row_bytes(shape[1]))
+        tensor = Tensor(name, kind, shape, 0, prod(shape[:-1]) * kind.row_bytes(shape[-1]))
         source: Any = SimpleNamespace(shape=shape)
         splits.append(Split(tensor, source, True))
     for i in range(s.layers):
-        for norm in ("attn_norm", "ffn_norm"):
-            header.add(f"blk.{i}.{norm}.weight", ggml_type("f32"), (s.width,))
+        whole: dict[str, tuple[int, ...]] = {"attn_norm": (s.width,), "ffn_norm": (s.width,)}
+        if s.experts:
+            whole |= {"attn_q_norm": (s.head_width,), "attn_k_norm": (s.head_width,)}
+            whole["ffn_gate_inp"] = (s.experts, s.width)
+        for name, shape in whole.items():
+            header.add(f"blk.{i}.{name}.weight", ggml_type("f32"), shape)
     return header, splits
 
 
 def _fill_base(file: OutputFile, tensor: Tensor, blob: Bytes) -> None:
     if tensor.kind.name == "f32":
-        file.write(tensor.name, np.ones(tensor.shape, np.float32).view(np.uint8))
+        router = np.random.default_rng(0).standard_normal(tensor.shape, np.float32) / np.float32(sqrt(tensor.width))
+        values = np.ones(tensor.shape, np.float32) if len(tensor.shape) == 1 else router
+        file.write(tensor.name, values.view(np.uint8).ravel())
         return
     block = tensor.kind.block_bytes
     blocks = blob[: BLOB // block * block].reshape(-1, block).copy()
@@ -148,10 +171,10 @@ def _fill_base(file: OutputFile, tensor: Tensor, blob: Bytes) -> None:
 
 
 def _fill_residual(file: OutputFile, split: Split, bits: int, blob: Bytes) -> None:
-    _, rows, width = split.matrix
+    experts, rows, width = split.matrix
     scale = np.array([RESIDUAL_SHARE / 0.577 / sqrt(width)], np.float16).view(np.uint8)
     for part in part_names(bits):
-        size = plane_bytes(rows, width, GROUP, part)
+        size = experts * plane_bytes(rows, width, GROUP, part)
         data = np.tile(scale, min(size, BLOB) // 2) if part == "scales" else blob
         _repeat(file, f"{split.base.name}.{part}", size, data)
 

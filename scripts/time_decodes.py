@@ -99,14 +99,21 @@ def main() -> None:
     parser.add_argument("--residual-bits", type=int)
     parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS), metavar="N", help="tokens of a decode")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--no-claim", action="store_true", help="leave products of base weights to ggml")
+    parser.add_argument("--random", action="store_true", help="random tokens: pairs of random_pair.py have no texts")
     parser.add_argument("--compare", type=Path, help="an ordinary GGUF file of the same vocabulary")
     args = parser.parse_args()
     quiet_log()
     bandwidth = float(np.median(timing.read_bandwidth(np.ones(256 << 20, np.uint8), threads=physical_cores())))
     start = time.perf_counter()
-    llm = twofold.Llama(args.base, n_ctx=1024, residual_bits=args.residual_bits, verbose=False)
+    options: dict[str, Any] = {"residual_bits": args.residual_bits, "claim": False if args.no_claim else None}
+    llm = twofold.Llama(args.base, n_ctx=1024, verbose=False, **options)
     result: dict[str, Any] = {"load_s": round(time.perf_counter() - start, 2), "read_gb_s": round(bandwidth / 1e9, 1)}
-    tokens = llm.tokenize(Path(__file__).read_bytes())[: CONTEXT + max(args.widths)]
+    count = CONTEXT + max(args.widths)
+    if args.random:
+        tokens = [int(token) for token in np.random.default_rng(0).integers(3, llm.n_vocab(), count)]
+    else:
+        tokens = llm.tokenize(Path(__file__).read_bytes())[:count]
     result |= pair_times(llm, tokens, args.widths, args.repeats)
     if args.compare:
         result["compare_ms"] = plain_times(args.compare, tokens, args.widths, args.repeats)

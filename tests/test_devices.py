@@ -300,8 +300,9 @@ def test_rpc_moves_what_the_formula_says(pair: Path, server: str, tmp_path: Path
 # ---- scripts -----------------------------------------------------------------------------------------
 
 
-def test_random_pair_is_a_pair(tmp_path: Path) -> None:
-    base = write_pair(tmp_path / "r", SHAPES["tiny"], base="q4_0", bits=6)
+@pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
+def test_random_pair_is_a_pair(shape: str, tmp_path: Path) -> None:
+    base = write_pair(tmp_path / "r", SHAPES[shape], base="q4_0", bits=6)
     llm = twofold.Llama(base, **SETTINGS)
     tokens = list(range(3, 40))
     logits, drafts = logits_of(llm, tokens), logits_of(llm, tokens, draft=True)
