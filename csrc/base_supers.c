@@ -41,23 +41,38 @@ typedef struct super {
     uint16_t d, dmin;
 } super;
 
-static int two_bits(const uint8_t *codes, int i) { return codes[i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3; }
-static int four_bits(const uint8_t *codes, int i) { return codes[i / 64 * 32 + i % 32] >> (i % 64 / 32 * 4) & 15; }
-static int one_bit(const uint8_t *codes, int i) { return codes[i % 32] >> (i / 32) & 1; }
+/* Adds codes that lie in `run` bytes, those of the first `run` inputs in the lowest bits and so on, moved up by `up`.
+ */
+static inline void read_codes(uint8_t *to, const uint8_t *from, int run, int bits, int up) {
+    for (int k = 0; k < 8 / bits; k++) {
+        for (int i = 0; i < run; i++) {
+            to[k * run + i] |= (uint8_t)((from[i] >> (k * bits) & ((1 << bits) - 1)) << up);
+        }
+    }
+}
+
+/* The 2 bits of 256 codes as Q2_K has them, the 4 bits as Q4_K does. */
+static void read_two_bits(uint8_t *to, const uint8_t *from, int up) {
+    read_codes(to, from, 32, 2, up);
+    read_codes(to + 128, from + 32, 32, 2, up);
+}
+
+static void read_four_bits(uint8_t *to, const uint8_t *from) {
+    for (int i = 0; i < 4; i++) {
+        read_codes(to + i * 64, from + i * 32, 32, 4, 0);
+    }
+}
 
 static void read_q2_k(const q2_k *from, super *to) {
-    for (int i = 0; i < TF_SUPER; i++) {
-        to->codes[i] = (uint8_t)two_bits(from->codes, i);
-    }
+    read_two_bits(to->codes, from->codes, 0);
     memcpy(to->scales, from->scales, sizeof to->scales);
     to->d = from->d;
     to->dmin = from->dmin;
 }
 
 static void read_q3_k(const q3_k *from, super *to) {
-    for (int i = 0; i < TF_SUPER; i++) {
-        to->codes[i] = (uint8_t)(two_bits(from->low, i) | one_bit(from->high, i) << 2);
-    }
+    read_two_bits(to->codes, from->low, 0);
+    read_codes(to->codes, from->high, 32, 1, 2);
     for (int i = 0; i < 16; i++) {
         const int low = from->scales[i % 8] >> (i / 8 * 4) & 15, high = from->scales[8 + i % 4] >> (i / 4 * 2) & 3;
         to->scales[i / 2][i % 2] = (uint8_t)((low | high << 4) - 32);
@@ -77,46 +92,48 @@ static void scale_and_min(const uint8_t *packed, super *to) {
 }
 
 static void read_q4_k(const q4_k *from, super *to) {
-    for (int i = 0; i < TF_SUPER; i++) {
-        to->codes[i] = (uint8_t)four_bits(from->codes, i);
-    }
+    read_four_bits(to->codes, from->codes);
     scale_and_min(from->scales, to);
     to->d = from->d;
     to->dmin = from->dmin;
 }
 
 static void read_q5_k(const q5_k *from, super *to) {
-    for (int i = 0; i < TF_SUPER; i++) {
-        to->codes[i] = (uint8_t)(four_bits(from->low, i) | one_bit(from->high, i) << 4);
-    }
+    read_four_bits(to->codes, from->low);
+    read_codes(to->codes, from->high, 32, 1, 4);
     scale_and_min(from->scales, to);
     to->d = from->d;
     to->dmin = from->dmin;
 }
 
 static void read_q6_k(const q6_k *from, super *to) {
-    for (int i = 0; i < TF_SUPER; i++) {
-        const int low = from->low[i / 128 * 64 + i % 64] >> (i % 128 / 64 * 4) & 15;
-        to->codes[i] = (uint8_t)(low | two_bits(from->high, i) << 4);
-    }
+    read_codes(to->codes, from->low, 64, 4, 0);
+    read_codes(to->codes + 128, from->low + 64, 64, 4, 0);
+    read_two_bits(to->codes, from->high, 4);
     memcpy(to->scales, from->scales, sizeof to->scales);
     to->d = from->d;
 }
 
+/* Adds four codes, a byte each, moved up by `up`. */
+static void put_four(uint8_t *at, uint32_t codes, int32_t up) {
+    uint32_t there;
+    memcpy(&there, at, sizeof there);
+    there |= codes << up;
+    memcpy(at, &there, sizeof there);
+}
+
 /* The codes of 32 inputs of a row. */
 static void put_codes(uint8_t *block, int64_t lane, const uint8_t *codes, int32_t bits) {
+    enum { BYTES = 0x01010101 };
     const int32_t low = tf_low_bits(bits), high = bits - low;
     uint8_t *lows = block + lane * 4, *highs = lows + tf_high_planes(bits);
     for (int64_t chunk = 0; chunk < 8; chunk++) {
-        const int64_t low_group = chunk * low / 8 * 64, high_group = chunk * high / 8 * 64;
-        const int32_t low_at = (int32_t)(chunk * low % 8);
-        const int32_t high_at = high == 1 ? tf_high_bit(chunk) : (int32_t)(chunk * high % 8);
-        for (int64_t i = 0; i < 4; i++) {
-            const int32_t code = codes[chunk * 4 + i];
-            lows[low_group + i] |= (uint8_t)((code & ((1 << low) - 1)) << low_at);
-            if (high != 0) {
-                highs[high_group + i] |= (uint8_t)(code >> low << high_at);
-            }
+        uint32_t four;
+        memcpy(&four, codes + chunk * 4, sizeof four);
+        put_four(lows + chunk * low / 8 * 64, four & ((1u << low) - 1) * BYTES, (int32_t)(chunk * low % 8));
+        if (high != 0) {
+            const int32_t up = high == 1 ? tf_high_bit(chunk) : (int32_t)(chunk * high % 8);
+            put_four(highs + chunk * high / 8 * 64, four >> low & ((1u << high) - 1) * BYTES, up);
         }
     }
 }
