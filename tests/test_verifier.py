@@ -38,6 +38,7 @@ def test_verifier_is_the_merged_model(model: tuple[Path, np.ndarray], claim: boo
     llm = twofold.Llama(base, claim=claim, n_ubatch=n_ubatch, **SETTINGS)
     logits = logits_of(llm, llm.tokenize(TEXT.encode()))
     divergences = np.sort(kl_divergence(reference, logits))
+    assert (llm._engine.counters()["compute_s"] == 0) == claim  # claimed: nothing was left to add, of experts neither
     assert divergences[:-1].mean() < 0.002  # one token may be next to a tie of experts, and go to the other one
     drafts = logits_of(llm, llm.tokenize(TEXT.encode()), draft=True)
     assert kl_divergence(reference, drafts).mean() > 0.02  # the base alone is far off: the residual did it
