@@ -247,12 +247,15 @@ static bool prepare_input(tf_engine *e, tf_claim *claim, int64_t columns) {
     return claim->x.memory != NULL;
 }
 
-static tf_claim *prepare(tf_engine *e, const tf_entry *entry, struct ggml_tensor *node) {
+/* A claim of the node, and the op_params for it. What can fail comes first: once an input has room, an earlier claim's
+ * memory may hang on this one. */
+static tf_claim *prepare(tf_engine *e, const tf_entry *entry, struct ggml_tensor *node, void *params) {
     const bool experts = node->op == GGML_OP_MUL_MAT_ID;
     const int64_t columns = experts ? node->src[2]->ne[0] * node->src[2]->ne[1] : ggml_nrows(node->src[1]);
     tf_claim *claim =
         experts ? allocate(e, tf_routing_most(entry->tensor.experts, columns), columns) : allocate(e, 1, 0);
-    if (claim == NULL) {
+    if (claim == NULL || !custom_params(claim, params)) {
+        release(claim);
         return NULL;
     }
     claim->engine = e;
@@ -277,10 +280,9 @@ bool tf_claim_node(tf_engine *e, tf_entry *entry, struct ggml_tensor *node) {
     if (!claimable(e, node) || tf_check_operands(entry, node) != TF_OK || !ensure_base(e, entry, node->src[0])) {
         return false;
     }
-    tf_claim *claim = prepare(e, entry, node);
     char params[GGML_MAX_OP_PARAMS];
-    if (claim == NULL || !custom_params(claim, params)) {
-        release(claim);
+    tf_claim *claim = prepare(e, entry, node, params);
+    if (claim == NULL) {
         return false;
     }
     const original was = {MAGIC, (int32_t)node->op, node->op_params[0]};
