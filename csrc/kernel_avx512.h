@@ -75,6 +75,17 @@ INLINE void prefetch_scales(const uint16_t *scales, int64_t group) {
 
 enum { PANELS = TF_WIDE_PANELS, PASS = 4 }; /* of the wide kernels: what they multiply at a time */
 
+/* Adds dot products of n columns with a chunk of both panels. */
+INLINE void dot_chunks(__m512i first, __m512i second, const int8_t *q, __m512i (*dots)[PASS], int n) {
+#pragma GCC unroll 4
+    for (int j = 0; j < n; j++) {
+        const __m512i x = _mm512_set1_epi32(*(const int32_t *)(const void *)(q + j * 4));
+        dots[0][j] = _mm512_dpbusd_epi32(dots[0][j], first, x);
+        dots[1][j] = _mm512_dpbusd_epi32(dots[1][j], second, x);
+    }
+    __asm__ volatile("" ::: "memory"); /* or GCC loads all chunks first, and has no registers left */
+}
+
 /* Dot products of n columns with 32 inputs of both panels, unpacked: codes [8 chunks][PANELS][64]. */
 INLINE void dot_unpacked(const uint8_t *codes, const int8_t *q, int64_t stride, __m512i (*dots)[PASS], int n) {
     for (int j = 0; j < n; j++) {
@@ -84,12 +95,6 @@ INLINE void dot_unpacked(const uint8_t *codes, const int8_t *q, int64_t stride, 
     for (int c = 0; c < TF_BLOCK / 4; c++, q += stride) {
         const __m512i first = _mm512_load_si512(codes + c * PANELS * 64);
         const __m512i second = _mm512_load_si512(codes + c * PANELS * 64 + 64);
-#pragma GCC unroll 4
-        for (int j = 0; j < n; j++) {
-            const __m512i x = _mm512_set1_epi32(*(const int32_t *)(const void *)(q + j * 4));
-            dots[0][j] = _mm512_dpbusd_epi32(dots[0][j], first, x);
-            dots[1][j] = _mm512_dpbusd_epi32(dots[1][j], second, x);
-        }
-        __asm__ volatile("" ::: "memory"); /* or GCC loads all chunks first, and has no registers left */
+        dot_chunks(first, second, q, dots, n);
     }
 }

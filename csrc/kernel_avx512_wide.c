@@ -197,13 +197,7 @@ INLINE void add_nibbles(const streams *p, int64_t b, const int8_t *q, int64_t st
         const __m512i two = _mm512_loadu_si512(p[1].p4 + b * 256 + c / 2 * 64);
         const __m512i first = and8(c % 2 == 0 ? left(one, 4) : one, 0xf0);
         const __m512i second = and8(c % 2 == 0 ? left(two, 4) : two, 0xf0);
-#pragma GCC unroll 4
-        for (int j = 0; j < n; j++) {
-            const __m512i x = _mm512_set1_epi32(*(const int32_t *)(const void *)(q + j * 4));
-            dots[0][j] = _mm512_dpbusd_epi32(dots[0][j], first, x);
-            dots[1][j] = _mm512_dpbusd_epi32(dots[1][j], second, x);
-        }
-        __asm__ volatile("" ::: "memory"); /* or GCC loads all chunks first, and has no registers left */
+        dot_chunks(first, second, q, dots, n);
     }
     add_dots(dots, scale, factor, sums, n);
 }
