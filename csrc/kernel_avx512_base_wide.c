@@ -1,7 +1,7 @@
-/* AVX-512 VNNI for many columns of Q2_K, Q4_K and Q5_K bases: two panels at a time, so that a broadcast serves both,
- * and 4 columns. A super is unpacked into a buffer that stays in the first-level cache while all columns are multiplied
- * by it. There codes of Q2_K are multiplied by their scales, which makes at most 3 * 15: both sub-blocks of a block are
- * one dot product then. */
+/* AVX-512 VNNI for many columns of a Q2_K base: two panels at a time, so that a broadcast serves both, and 4 columns. A
+ * super is unpacked into a buffer that stays in the first-level cache while all columns are multiplied by it. There
+ * codes of Q2_K are multiplied by their scales, which makes at most 3 * 15: both sub-blocks of a block are one dot
+ * product then. */
 #include "kernel_avx512_base.h"
 
 enum { BITS = 2 };

@@ -159,8 +159,9 @@ def _base_header(s: Shape, base: str) -> tuple[Gguf, list[Split]]:
 
 def _fill_base(file: OutputFile, tensor: Tensor, blob: Bytes) -> None:
     if tensor.kind.name == "f32":
-        router = np.random.default_rng(0).standard_normal(tensor.shape, np.float32) / np.float32(sqrt(tensor.width))
-        values = np.ones(tensor.shape, np.float32) if len(tensor.shape) == 1 else router
+        values = np.ones(tensor.shape, np.float32)  # norms
+        if len(tensor.shape) > 1:  # a router, by which experts are to be told apart
+            values = np.random.default_rng(0).standard_normal(tensor.shape, np.float32) / np.float32(sqrt(tensor.width))
         file.write(tensor.name, values.view(np.uint8).ravel())
         return
     block = tensor.kind.block_bytes
