@@ -24,7 +24,8 @@ from measure_verifier import kl_divergence, logits_of
 from random_pair import SHAPES, write_pair
 from twofold import devices, errors, info, whereabouts
 from twofold.convert import convert
-from twofold.engine import DeviceUse, Seen
+from twofold.engine import DeviceUse, Residual, Seen
+from twofold.pairfile import residual_path
 from twofold.stats import Stats
 
 TEXT = "the people would have there about which some could return self.import(10) == 20, and know first of all " * 2
@@ -303,6 +304,8 @@ def test_rpc_moves_what_the_formula_says(pair: Path, server: str, tmp_path: Path
 @pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
 def test_random_pair_is_a_pair(shape: str, tmp_path: Path) -> None:
     base = write_pair(tmp_path / "r", SHAPES[shape], base="q4_0", bits=6)
+    residual = Residual(residual_path(base))  # its views of the file live as long as this
+    assert all(planes.scales.any() for tensor in residual.tensors() for planes in tensor.planes)  # of every expert
     llm = twofold.Llama(base, **SETTINGS)
     tokens = list(range(3, 40))
     logits, drafts = logits_of(llm, tokens), logits_of(llm, tokens, draft=True)
